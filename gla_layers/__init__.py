@@ -1,0 +1,1 @@
+"""Linear-attention layers in Flax NNX."""

@@ -1,0 +1,176 @@
+"""Checks of what callers pass to the ops: the argument, what came, and what is expected."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+MAX_HEAD_SIZE = 256
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+IMPLEMENTATIONS = (None, "pallas_tpu", "xla", "reference")
+
+
+def check_tokens(q: Array, k: Array, v: Array, **per_token: tuple[Array, bool]) -> None:
+    """Check q, k, v and the named arrays that have one entry per token and value head.
+
+    Args:
+        q: `[B, T, H, K]`.
+        k: `[B, T, H, K]`.
+        v: `[B, T, HV, V]`.
+        **per_token: by argument name, the array and whether it has a key axis: `[B, T, HV, K]`
+            if so, else `[B, T, HV]`.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        _check_float(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [B, T, heads, size], got shape {x.shape}")
+        if not 1 <= x.shape[3] <= MAX_HEAD_SIZE:
+            raise ValueError(
+                f"{name} must have a head size of 1 to {MAX_HEAD_SIZE}, got shape {x.shape}"
+            )
+        if x.shape[2] < 1:
+            raise ValueError(f"{name} must have at least one head, got shape {x.shape}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have q's shape {q.shape}, got {k.shape}")
+    batch, length, key_heads, key_size = k.shape
+    if v.shape[:2] != (batch, length):
+        raise ValueError(f"v must begin with q's [B, T] = {[batch, length]}, got shape {v.shape}")
+    value_heads = v.shape[2]
+    if value_heads % key_heads:
+        raise ValueError(
+            f"v must have a multiple of q's {key_heads} heads, got {value_heads} heads"
+        )
+    for name, (x, per_channel) in per_token.items():
+        _check_float(name, x)
+        expected = (batch, length, value_heads) + ((key_size,) if per_channel else ())
+        if x.shape != expected:
+            letters = "[B, T, HV, K]" if per_channel else "[B, T, HV]"
+            raise ValueError(f"{name} must be {letters} = {list(expected)}, got shape {x.shape}")
+
+
+def check_head_decay(g: Array | None, g_gamma: Array | None, value_heads: int) -> None:
+    """Check SimpleGLA's constant decay per head, `[HV]`, which excludes a decay per token."""
+    if g_gamma is None:
+        return
+    if g is not None:
+        raise ValueError("g and g_gamma are both given; pass the decay per token or per head")
+    _check_float("g_gamma", g_gamma)
+    if g_gamma.shape != (value_heads,):
+        raise ValueError(f"g_gamma must be [HV] = [{value_heads}], got shape {g_gamma.shape}")
+
+
+def check_options(
+    scale: float | None,
+    precision: jax.lax.PrecisionLike,
+    implementation: str | None,
+    qk_l2norm: bool,
+    output_final_state: bool,
+) -> None:
+    """Check the options that every op takes.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be None or a finite Python number, got {scale!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    for name, flag in {"qk_l2norm": qk_l2norm, "output_final_state": output_final_state}.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    if not (precision is None or isinstance(precision, (str, jax.lax.Precision))):
+        raise ValueError(f"precision must be None or a jax.lax.Precision, got {precision!r}")
+    if isinstance(precision, str):
+        try:
+            jax.lax.Precision(precision)
+        except ValueError as error:
+            raise ValueError(
+                f"precision must be None or a jax.lax.Precision, got {precision!r}"
+            ) from error
+
+
+def check_packing(
+    batch: int,
+    length: int,
+    segment_ids: Array | None,
+    cu_seqlens: Array | None,
+    max_num_segments: int | None,
+) -> None:
+    """Check `segment_ids` `[B, T]`, or `cu_seqlens` `[N + 1]` for one row.
+
+    What a traced array holds cannot be checked; where values are known, they are.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError("segment_ids and cu_seqlens are both given; pass one of them")
+    if max_num_segments is not None:
+        if segment_ids is None:
+            raise ValueError("max_num_segments is given without segment_ids, which it belongs to")
+        if not isinstance(max_num_segments, (int, np.integer)) or max_num_segments < 1:
+            raise ValueError(
+                f"max_num_segments must be an integer of at least 1, got {max_num_segments!r}"
+            )
+    if segment_ids is not None:
+        _check_integer("segment_ids", segment_ids)
+        if segment_ids.shape != (batch, length):
+            raise ValueError(
+                f"segment_ids must be [B, T] = {[batch, length]}, got shape {segment_ids.shape}"
+            )
+    if cu_seqlens is not None:
+        _check_integer("cu_seqlens", cu_seqlens)
+        if batch != 1:
+            raise ValueError(f"cu_seqlens needs a batch of 1, got q with a batch of {batch}")
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(
+                f"cu_seqlens must be [N + 1] with N >= 1, got shape {cu_seqlens.shape}"
+            )
+        if is_concrete(cu_seqlens):
+            offsets = np.asarray(cu_seqlens)
+            if offsets[0] != 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > length:
+                raise ValueError(
+                    f"cu_seqlens must rise from 0 to at most T = {length}, got {offsets.tolist()}"
+                )
+
+
+def check_initial_state(
+    initial_state: Array | None, state_shape: tuple[int, ...], num_documents: int | None
+) -> None:
+    """Check `[B, HV, K, V]` or, for N documents a row, `[B, N, HV, K, V]`.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if initial_state is None:
+        return
+    _check_float("initial_state", initial_state)
+    batch, *rest = state_shape
+    accepted = [tuple(state_shape)]
+    if num_documents is not None:
+        accepted.append((batch, num_documents, *rest))
+    if initial_state.shape not in accepted:
+        shapes = " or ".join(str(list(shape)) for shape in accepted)
+        raise ValueError(f"initial_state must be {shapes}, got shape {initial_state.shape}")
+
+
+def is_concrete(x: Array) -> bool:
+    """Whether x's values are known now, rather than traced."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def _check_float(name: str, x: Array) -> None:
+    if not hasattr(x, "dtype") or jnp.dtype(x.dtype).name not in FLOATS:
+        got = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(f"{name} must be an array of one of {FLOATS}, got {got}")
+
+
+def _check_integer(name: str, x: Array) -> None:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
+        got = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(f"{name} must be an integer array, got {got}")

@@ -1,0 +1,98 @@
+"""KDA: the delta rule with a decay per key channel, the op of Kimi Delta Attention."""
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from . import arguments, reference
+from .operation import Implementation, Operation, clamp_decay
+from .xla import kda as xla
+
+_operation = Operation(
+    "chunk_kda",
+    reference.kda,
+    {"xla": Implementation(xla.forward, xla.backward)},
+)
+
+
+def chunk_kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "B *N HV K V"] | None = None,
+    output_final_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
+    max_num_segments: int | None = None,
+    qk_l2norm: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
+    """Run KDA, the delta rule with a decay per key channel, over whole sequences.
+
+    Per batch row and value head, with a state `S` `[K, V]`:
+
+        S <- diag(exp(g_t)) S
+        S <- S + beta_t k_t (v_t - S^T k_t)^T
+        o_t = S^T (scale q_t)
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`, HV a multiple of H; value head j reads key head `j // (HV // H)`.
+        g: natural-log decay per token and key channel `[B, T, HV, K]`, at most 0 and down to -inf. A value above 0 acts as 0 and
+            gets gradient 0.
+        beta: write strength; (0, 1), or (0, 2) for negative eigenvalues, in practice.
+        scale: multiplies q; `K**-0.5` by default.
+        initial_state: `[B, HV, K, V]`, with packing the state of each row's first document; or,
+            with packing, `[B, N, HV, K, V]`, one for each document.
+        output_final_state: whether to return the state after the last token, with packing after
+            each document's last.
+        segment_ids: packing: the state starts afresh where the id differs from the token before;
+            0 is padding, which gives `o = 0` and leaves the state alone.
+        cu_seqlens: packing in the other notation, for `B = 1`: document n holds the tokens from
+            `cu_seqlens[n]` up to `cu_seqlens[n + 1]`. An empty document keeps its state.
+        max_num_segments: documents a row to return states for, with `segment_ids`. A row that
+            turns out, in a traced call, to hold more gets NaN states.
+        qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
+        precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
+            and float32-accurate dots for anything else.
+        implementation: "xla" (any backend), "reference" (token by token) or None, the best for
+            the platform that the program is lowered for.
+
+    Returns:
+        The outputs `[B, T, HV, V]` in v's dtype; and the final state in float32, `[B, HV, K, V]`
+        or with packing `[B, N, HV, K, V]`, or None without `output_final_state`.
+
+    Raises:
+        ValueError: an argument's shape, dtype or combination is wrong.
+
+    Source: Kimi Team, "Kimi Linear" (arXiv:2510.26692). The chunked form is exact for any decay.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from gla_layers.kernels import chunk_kda
+    >>> q = k = jnp.ones((1, 5, 2, 16))
+    >>> v = jnp.ones((1, 5, 4, 32))
+    >>> g, beta = jnp.full((1, 5, 4, 16), -0.1), jnp.full((1, 5, 4), 0.5)
+    >>> o, state = chunk_kda(q, k, v, g, beta, qk_l2norm=True, output_final_state=True)
+    >>> o.shape, state.shape
+    ((1, 5, 4, 32), (1, 4, 16, 32))
+    """
+    arguments.check_tokens(q, k, v, g=(g, True), beta=(beta, False))
+    return _operation(
+        (q, k, v, clamp_decay(g), beta),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        max_num_segments=max_num_segments,
+        qk_l2norm=qk_l2norm,
+        precision=precision,
+        implementation=implementation,
+    )

@@ -1,0 +1,240 @@
+"""What the three ops share between their public functions and their implementations.
+
+An `Operation` turns per-token arrays (`tokens`: q, k, v and the gates) and states into outputs
+and new states. Its implementations see four arguments beside the static `Options`:
+
+    tokens          tuple of [B, T, ...] arrays, as the caller gave them
+    states          [B, N, HV, K, V] float32
+    packing         None, or the documents within a row: a state is carried along the row (N = 1),
+                    enters document 0 only, and every later document starts from zero
+    chunk_document  None, or [B, chunks]: the state (of N) that each chunk reads and updates
+
+of which at most one of the last two is given. `forward` returns `(o, states), residuals`,
+residuals being a dictionary of arrays that is the same, in shapes and types, for every
+implementation that can be chosen by the platform; `backward` takes those four, the residuals and
+the two cotangents, and returns the gradients of tokens and states.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from . import arguments
+from .packing import Alignment, Packing
+
+Tokens = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is static in a call."""
+
+    scale: float
+    qk_l2norm: bool
+    precision: jax.lax.Precision | None
+    implementation: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op, forward and backward."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+class Operation:
+    """An op: its definition, its implementations, and the one `custom_vjp` over them."""
+
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Any],
+        implementations: Mapping[str, Implementation],
+    ):
+        self.name = name
+        self.reference = reference
+        self.implementations = implementations
+        self._core = jax.custom_vjp(self._primal, nondiff_argnums=(0,))
+        self._core.defvjp(self._forward, self._backward)
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        *,
+        scale: float | None,
+        initial_state: Float[Array, "..."] | None,
+        output_final_state: bool,
+        segment_ids: Int[Array, "B T"] | None,
+        cu_seqlens: Int[Array, " N+1"] | None,
+        max_num_segments: int | None,
+        qk_l2norm: bool,
+        precision: jax.lax.PrecisionLike,
+        implementation: str | None,
+    ) -> tuple[Float[Array, "B T HV V"], Float[Array, "..."] | None]:
+        """Check the shared arguments, lay out the documents and run the chosen implementation."""
+        _, k, v, *_ = tokens
+        batch, length, value_heads, value_size = v.shape
+        state_shape = (batch, value_heads, k.shape[-1], value_size)
+        arguments.check_options(scale, precision, implementation, qk_l2norm, output_final_state)
+        arguments.check_packing(batch, length, segment_ids, cu_seqlens, max_num_segments)
+        self._check_available(implementation, tokens)
+        options = Options(
+            scale=float(k.shape[-1] ** -0.5 if scale is None else scale),
+            qk_l2norm=bool(qk_l2norm),
+            precision=None if precision is None else jax.lax.Precision(precision),
+            implementation=implementation,
+        )
+        packed = segment_ids is not None or cu_seqlens is not None
+        num_documents = _num_documents(
+            initial_state, output_final_state, segment_ids, cu_seqlens, max_num_segments
+        )
+        arguments.check_initial_state(initial_state, state_shape, num_documents if packed else None)
+        if initial_state is None:
+            initial_state = jnp.zeros(state_shape, jnp.float32)
+        packing = None
+        if segment_ids is not None:
+            packing = Packing.from_segment_ids(segment_ids)
+        elif cu_seqlens is not None:
+            packing = Packing.from_cu_seqlens(cu_seqlens, length)
+        per_document = initial_state.ndim == 5 or (packed and output_final_state)
+        if not per_document:
+            o, states = self._one_state_a_row(options, tokens, initial_state, packing)
+            return o, states if output_final_state else None
+        _check_num_documents(packing, num_documents)
+        o, states = self._one_state_a_document(
+            options, tokens, _per_document(initial_state, num_documents), packing
+        )
+        return o, states if output_final_state else None
+
+    def _check_available(self, implementation: str | None, tokens: Tokens) -> None:
+        if implementation == "reference":
+            return
+        if implementation is not None and implementation not in self.implementations:
+            raise ValueError(
+                f"implementation {implementation!r} does not exist for {self.name}; "
+                f"expected one of {[None, 'reference', *self.implementations]}"
+            )
+        if any(x.dtype == jnp.float64 for x in tokens):
+            raise ValueError(
+                f"float64 arguments need implementation='reference', got {implementation!r}"
+            )
+
+    def _one_state_a_row(self, options, tokens, state, packing):
+        if packing is not None:
+            state = jnp.where((packing.document[:, 0] == 0)[:, None, None, None], state, 0)
+        if options.implementation == "reference" and packing is not None:
+            states = _per_document(state, packing.document.shape[1])
+            return self._run(options, tokens, states, packing)[0], None
+        o, states = self._run(options, tokens, state[:, None], packing)
+        return o, states[:, 0]
+
+    def _one_state_a_document(self, options, tokens, states, packing):
+        num_documents = states.shape[1]
+        lengths = packing.lengths(num_documents)
+        if options.implementation == "reference" or num_documents == 1:
+            o, new_states = self._run(options, tokens, states, packing)
+        else:
+            layout = Alignment.of(packing, num_documents)
+            aligned = tuple(layout.align(x) for x in tokens)
+            o, new_states = self._run(options, aligned, states, None, layout.chunk_document)
+            o = jnp.where(packing.valid[..., None, None], layout.restore(o), 0)
+        new_states = jnp.where((lengths == 0)[..., None, None, None], states, new_states)
+        overflow = jnp.any(packing.document >= num_documents, axis=1)
+        return o, jnp.where(overflow[:, None, None, None, None], jnp.nan, new_states)
+
+    def _run(self, options, tokens, states, packing, chunk_document=None):
+        batch, length = tokens[0].shape[:2]
+        if batch == 0 or length == 0:
+            v = tokens[2]
+            return jnp.zeros_like(v), states.astype(jnp.float32)
+        if options.implementation == "reference":
+            if packing is None:
+                shape = (batch, length)
+                packing = Packing(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
+            return self.reference(
+                *tokens, states, packing, scale=options.scale, qk_l2norm=options.qk_l2norm
+            )
+        states = states.astype(jnp.float32)
+        return self._core(options, tokens, states, packing, chunk_document)
+
+    def _primal(self, options, tokens, states, packing, chunk_document):
+        outputs, _ = self._dispatch("forward", options, tokens, states, packing, chunk_document)
+        return outputs
+
+    def _forward(self, options, tokens, states, packing, chunk_document):
+        inputs = (tokens, states, packing, chunk_document)
+        outputs, residuals = self._dispatch("forward", options, *inputs)
+        named = {key: checkpoint_name(x, f"{self.name}_{key}") for key, x in residuals.items()}
+        return outputs, (*inputs, named)
+
+    def _backward(self, options, saved, cotangents):
+        tokens, states, packing, chunk_document, residuals = saved
+        dtokens, dstates = self._dispatch(
+            "backward", options, tokens, states, packing, chunk_document, residuals, *cotangents
+        )
+        dtokens = tuple(d.astype(x.dtype) for d, x in zip(dtokens, tokens, strict=True))
+        return dtokens, dstates, None, None
+
+    def _dispatch(self, direction, options, *arrays):
+        """Run the implementation that was asked for, else the one for the target platform.
+
+        The platform is the one that the program is lowered for, which need not be the one that
+        traces it: so it is decided in the program.
+        """
+
+        def bind(name):
+            return functools.partial(getattr(self.implementations[name], direction), options)
+
+        if options.implementation is not None:
+            return bind(options.implementation)(*arrays)
+        if "pallas_tpu" not in self.implementations:
+            return bind("xla")(*arrays)
+        return jax.lax.platform_dependent(*arrays, tpu=bind("pallas_tpu"), default=bind("xla"))
+
+
+def clamp_decay(g: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A log decay above 0 acts as 0 and gets gradient 0."""
+    return jnp.where(g > 0, 0, g)
+
+
+def _num_documents(
+    initial_state, output_final_state, segment_ids, cu_seqlens, max_num_segments
+) -> int | None:
+    if cu_seqlens is not None:
+        return cu_seqlens.shape[0] - 1
+    if segment_ids is None:
+        return None
+    if max_num_segments is not None:
+        return int(max_num_segments)
+    if initial_state is not None and initial_state.ndim == 5:
+        return initial_state.shape[1]
+    if output_final_state:
+        raise ValueError(
+            "output_final_state with segment_ids needs max_num_segments, the number of "
+            "documents to return a state for; got None"
+        )
+    return None
+
+
+def _check_num_documents(packing: Packing, num_documents: int) -> None:
+    if packing.document.size and arguments.is_concrete(packing.document):
+        count = int(packing.document.max()) + 1
+        if count > num_documents:
+            raise ValueError(
+                f"max_num_segments must be at least the {count} documents that segment_ids "
+                f"holds in one row, got {num_documents}"
+            )
+
+
+def _per_document(state, num_documents):
+    """One state per document: the given ones, or the row's for the first and zero for the rest."""
+    if state.ndim == 5:
+        return state
+    return jnp.pad(state[:, None], ((0, 0), (0, num_documents - 1), (0, 0), (0, 0), (0, 0)))

@@ -1,0 +1,2 @@
+def forward(*a): raise NotImplementedError
+def backward(*a): raise NotImplementedError
