@@ -1,17 +1,20 @@
 """Gated delta rule: the op of Gated DeltaNet."""
 
+from typing import Unpack
+
 import jax
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
-from .operation import Implementation, Operation, clamp_decay
+from .operation import CallOptions, Implementation, Operation, clamp_decay
 from .xla import gated_delta_rule as xla
 
-_operation = Operation(
+_chunk = Operation(
     "chunk_gated_delta_rule",
     reference.gated_delta_rule,
     {"xla": Implementation(xla.forward, xla.backward)},
 )
+_recurrent = Operation("recurrent_gated_delta_rule", reference.gated_delta_rule, {})
 
 
 def chunk_gated_delta_rule(
@@ -85,9 +88,8 @@ def chunk_gated_delta_rule(
     >>> o.shape, state.shape
     ((1, 5, 4, 32), (1, 4, 16, 32))
     """
-    arguments.check_tokens(q, k, v, g=(g, False), beta=(beta, False))
-    return _operation(
-        (q, k, v, clamp_decay(g), beta),
+    return _chunk(
+        _tokens(q, k, v, g, beta),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -98,3 +100,23 @@ def chunk_gated_delta_rule(
         precision=precision,
         implementation=implementation,
     )
+
+
+def recurrent_gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV"],
+    beta: Float[Array, "B T HV"],
+    **options: Unpack[CallOptions],
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
+    """`chunk_gated_delta_rule` one token after another, for a few tokens from a state (decoding).
+
+    Takes the same arguments, makes the same promises and computes in float32.
+    """
+    return _recurrent(_tokens(q, k, v, g, beta), **options)
+
+
+def _tokens(q, k, v, g, beta):
+    arguments.check_tokens(q, k, v, g=(g, False), beta=(beta, False))
+    return q, k, v, clamp_decay(g), beta

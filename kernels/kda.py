@@ -1,17 +1,20 @@
 """KDA: the delta rule with a decay per key channel, the op of Kimi Delta Attention."""
 
+from typing import Unpack
+
 import jax
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
-from .operation import Implementation, Operation, clamp_decay
+from .operation import CallOptions, Implementation, Operation, clamp_decay
 from .xla import kda as xla
 
-_operation = Operation(
+_chunk = Operation(
     "chunk_kda",
     reference.kda,
     {"xla": Implementation(xla.forward, xla.backward)},
 )
+_recurrent = Operation("recurrent_kda", reference.kda, {})
 
 
 def chunk_kda(
@@ -43,8 +46,8 @@ def chunk_kda(
         q: queries `[B, T, H, K]`.
         k: keys `[B, T, H, K]`.
         v: values `[B, T, HV, V]`, HV a multiple of H; value head j reads key head `j // (HV // H)`.
-        g: natural-log decay per token and key channel `[B, T, HV, K]`, at most 0 and down to -inf. A value above 0 acts as 0 and
-            gets gradient 0.
+        g: natural-log decay per token and key channel `[B, T, HV, K]`, at most 0 and down to
+            -inf. A value above 0 acts as 0 and gets gradient 0.
         beta: write strength; (0, 1), or (0, 2) for negative eigenvalues, in practice.
         scale: multiplies q; `K**-0.5` by default.
         initial_state: `[B, HV, K, V]`, with packing the state of each row's first document; or,
@@ -83,9 +86,8 @@ def chunk_kda(
     >>> o.shape, state.shape
     ((1, 5, 4, 32), (1, 4, 16, 32))
     """
-    arguments.check_tokens(q, k, v, g=(g, True), beta=(beta, False))
-    return _operation(
-        (q, k, v, clamp_decay(g), beta),
+    return _chunk(
+        _tokens(q, k, v, g, beta),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -96,3 +98,23 @@ def chunk_kda(
         precision=precision,
         implementation=implementation,
     )
+
+
+def recurrent_kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    **options: Unpack[CallOptions],
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
+    """`chunk_kda` one token after another, for a few tokens from a state (decoding).
+
+    Takes the same arguments, makes the same promises and computes in float32.
+    """
+    return _recurrent(_tokens(q, k, v, g, beta), **options)
+
+
+def _tokens(q, k, v, g, beta):
+    arguments.check_tokens(q, k, v, g=(g, True), beta=(beta, False))
+    return q, k, v, clamp_decay(g), beta

@@ -18,7 +18,7 @@ the two cotangents, and returns the gradients of tokens and states.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,20 @@ from . import arguments
 from .packing import Alignment, Packing
 
 Tokens = tuple[Array, ...]
+
+
+class CallOptions(TypedDict, total=False):
+    """The keyword arguments that every op takes; `chunk_gated_delta_rule` explains them."""
+
+    scale: float | None
+    initial_state: Float[Array, "B *N HV K V"] | None
+    output_final_state: bool
+    segment_ids: Int[Array, "B T"] | None
+    cu_seqlens: Int[Array, " N+1"] | None
+    max_num_segments: int | None
+    qk_l2norm: bool
+    precision: jax.lax.PrecisionLike
+    implementation: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +82,15 @@ class Operation:
         self,
         tokens: Tokens,
         *,
-        scale: float | None,
-        initial_state: Float[Array, "..."] | None,
-        output_final_state: bool,
-        segment_ids: Int[Array, "B T"] | None,
-        cu_seqlens: Int[Array, " N+1"] | None,
-        max_num_segments: int | None,
-        qk_l2norm: bool,
-        precision: jax.lax.PrecisionLike,
-        implementation: str | None,
+        scale: float | None = None,
+        initial_state: Float[Array, "..."] | None = None,
+        output_final_state: bool = False,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " N+1"] | None = None,
+        max_num_segments: int | None = None,
+        qk_l2norm: bool = False,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: str | None = None,
     ) -> tuple[Float[Array, "B T HV V"], Float[Array, "..."] | None]:
         """Check the shared arguments, lay out the documents and run the chosen implementation."""
         _, k, v, *_ = tokens
@@ -84,6 +98,8 @@ class Operation:
         state_shape = (batch, value_heads, k.shape[-1], value_size)
         arguments.check_options(scale, precision, implementation, qk_l2norm, output_final_state)
         arguments.check_packing(batch, length, segment_ids, cu_seqlens, max_num_segments)
+        if implementation is None and not self.implementations:
+            implementation = "reference"
         self._check_available(implementation, tokens)
         options = Options(
             scale=float(k.shape[-1] ** -0.5 if scale is None else scale),

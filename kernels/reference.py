@@ -76,9 +76,7 @@ def simple_gla(
     def plain_write(state, k, v, beta):
         return v
 
-    return _recurrence(
-        plain_write, q, k, v, channel_decay, beta, states, packing, scale, qk_l2norm
-    )
+    return _recurrence(plain_write, q, k, v, channel_decay, beta, states, packing, scale, qk_l2norm)
 
 
 def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -1,18 +1,21 @@
 """Simple GLA: gated linear attention with one decay per head and token."""
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
-from .operation import Implementation, Operation, clamp_decay
+from .operation import CallOptions, Implementation, Operation, clamp_decay
 from .xla import simple_gla as xla
 
-_operation = Operation(
+_chunk = Operation(
     "chunk_simple_gla",
     reference.simple_gla,
     {"xla": Implementation(xla.forward, xla.backward)},
 )
+_recurrent = Operation("recurrent_simple_gla", reference.simple_gla, {})
 
 
 def chunk_simple_gla(
@@ -84,13 +87,8 @@ def chunk_simple_gla(
     >>> o.shape, state.shape
     ((1, 5, 4, 32), (1, 4, 16, 32))
     """
-    arguments.check_tokens(q, k, v, **({} if g is None else {"g": (g, False)}))
-    arguments.check_head_decay(g, g_gamma, v.shape[2])
-    if g is None:
-        per_head = jnp.zeros(v.shape[2], jnp.float32) if g_gamma is None else g_gamma
-        g = jnp.broadcast_to(per_head, v.shape[:3])
-    return _operation(
-        (q, k, v, clamp_decay(g)),
+    return _chunk(
+        _tokens(q, k, v, g, g_gamma),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -101,3 +99,28 @@ def chunk_simple_gla(
         precision=precision,
         implementation=implementation,
     )
+
+
+def recurrent_simple_gla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV"] | None = None,
+    *,
+    g_gamma: Float[Array, " HV"] | None = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
+    """`chunk_simple_gla` one token after another, for a few tokens from a state (decoding).
+
+    Takes the same arguments, makes the same promises and computes in float32.
+    """
+    return _recurrent(_tokens(q, k, v, g, g_gamma), **options)
+
+
+def _tokens(q, k, v, g, g_gamma):
+    arguments.check_tokens(q, k, v, **({} if g is None else {"g": (g, False)}))
+    arguments.check_head_decay(g, g_gamma, v.shape[2])
+    if g is None:
+        per_head = jnp.zeros(v.shape[2], jnp.float32) if g_gamma is None else g_gamma
+        g = jnp.broadcast_to(per_head, v.shape[:3])
+    return q, k, v, clamp_decay(g)
