@@ -1,0 +1,9 @@
+"""Set before jax is imported: the suite runs on the CPU, and libtpu only compiles."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-8"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"

@@ -1,0 +1,197 @@
+"""Packed rows: every document gets what it would get alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gla_layers.kernels.packing import CHUNK, Alignment, Packing
+
+from .cases import (
+    OP_IDS,
+    OP_IMPLEMENTATIONS,
+    evaluate,
+    random_inputs,
+    reference,
+    relative_error,
+)
+
+every_implementation = pytest.mark.parametrize(
+    ("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS
+)
+
+# Lengths of documents, and of padding as negative numbers.
+LAYOUTS = {
+    "boundary inside a chunk": [63, 65],
+    "one-token documents": [1, 1, 62, 1, 64, 1],
+    "a document over several chunks": [40, 200, 60],
+    "padding at both ends and between": [-3, 60, -70, 90, 1, -20],
+    "padding alone between chunk ends": [128, -128, 44],
+}
+
+
+def lay_out(layout):
+    """Segment ids, and each document's slice."""
+    ids, documents, position = [], [], 0
+    for length in layout:
+        if length > 0:
+            documents.append(slice(position, position + length))
+        ids += [len(documents) if length > 0 else 0] * abs(length)
+        position += abs(length)
+    return np.array([ids]), documents
+
+
+def alone(op, inputs, document, **changes):
+    per_token = (*op.tokens, "do")
+    return inputs | {name: inputs[name][:, document] for name in per_token} | changes
+
+
+def check(name, actual, expected, tolerance=1e-5, floor=0.0):
+    error = relative_error(actual, expected, floor)
+    assert error < tolerance, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("strong", [False, True], ids=["usual gates", "after strong decay"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@every_implementation
+def test_one_state_a_row(op, implementation, layout, strong):
+    ids, documents = lay_out(layout)
+    inputs = random_inputs(op, length=ids.shape[1])
+    inputs["dfinal_state"] *= 0
+    if strong:
+        inputs["g"][:, documents[0]] = -30.0
+    state = inputs["initial_state"]
+    garbage = {name: np.where(expand(ids == 0, x), np.nan, x) for name, x in per_token(op, inputs)}
+    actual = evaluate_without_states(op, implementation, inputs | garbage | {"segment_ids": ids})
+    for i, document in enumerate(documents):
+        single = alone(op, inputs, document, initial_state=state if i == 0 else 0 * state)
+        expected = reference(op, single)
+        for name in ("o", *(f"d{token}" for token in op.tokens)):
+            floor = np.linalg.norm(expected["dv"]) if name == "dg" else 0.0
+            check(name, actual[name][:, document], expected[name], floor=floor)
+        if i == 0:
+            check("dinitial_state", actual["dinitial_state"], expected["dinitial_state"])
+    for name in ("o", *(f"d{token}" for token in op.tokens)):
+        assert not actual[name][ids == 0].any(), f"{name} is not 0 in padding"
+
+
+def per_token(op, inputs):
+    return [(name, inputs[name]) for name in op.tokens]
+
+
+def expand(mask, x):
+    return mask.reshape(mask.shape + (1,) * (x.ndim - 2))
+
+
+def evaluate_without_states(op, implementation, inputs):
+    """Outputs and gradients of a packed call that returns no state."""
+    arrays = {name: jnp.asarray(inputs[name], "float32") for name in (*op.tokens, "initial_state")}
+
+    @jax.jit
+    def run(arrays):
+        def forward(arrays):
+            tokens = [arrays[name] for name in op.tokens]
+            o, state = op.chunk(
+                *tokens,
+                initial_state=arrays["initial_state"],
+                segment_ids=jnp.asarray(inputs["segment_ids"]),
+                implementation=implementation,
+            )
+            assert state is None
+            return o
+
+        o, vjp = jax.vjp(forward, arrays)
+        return o, vjp(jnp.asarray(inputs["do"], o.dtype))[0]
+
+    o, gradients = run(arrays)
+    named = {f"d{name}": np.asarray(x) for name, x in gradients.items()}
+    return {"o": np.asarray(o)} | named
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[63, 65], [0, 50, 0, 0, 128, 1, 20, 0], [130, 7, 260]],
+    ids=["two", "empty ones", "long ones"],
+)
+@every_implementation
+def test_one_state_a_document(op, implementation, lengths):
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    rng = np.random.default_rng(3)
+    inputs = random_inputs(op, length=int(offsets[-1]))
+    states = (1, len(lengths), *inputs["initial_state"].shape[1:])
+    inputs |= {name: rng.normal(size=states) for name in ("initial_state", "dfinal_state")}
+    actual = evaluate(op, implementation, inputs | {"cu_seqlens": offsets})
+    for i, length in enumerate(lengths):
+        document = slice(offsets[i], offsets[i + 1])
+        own = {name: inputs[name][:, i] for name in ("initial_state", "dfinal_state")}
+        if length == 0:
+            np.testing.assert_array_equal(
+                actual["final_state"][:, i], own["initial_state"].astype("float32")
+            )
+            np.testing.assert_array_equal(
+                actual["dinitial_state"][:, i], own["dfinal_state"].astype("float32")
+            )
+            continue
+        expected = reference(op, alone(op, inputs, document, **own))
+        for name in ("final_state", "dinitial_state"):
+            check(name, actual[name][:, i], expected[name])
+        for name in ("o", *(f"d{token}" for token in op.tokens)):
+            check(name, actual[name][:, document], expected[name])
+
+
+@every_implementation
+def test_padded_batch_gives_each_row_its_own_state(op, implementation):
+    """Rows padded on the left or the right, one document each: the state skips the padding."""
+    inputs = random_inputs(op, batch=3, length=140)
+    ids = np.zeros((3, 140), int)
+    spans = [slice(140 - 70, 140), slice(0, 130), slice(139, 140)]
+    for row, span in enumerate(spans):
+        ids[row, span] = 1
+    padded = inputs | {"segment_ids": ids, "dfinal_state": inputs["dfinal_state"][:, None]}
+    actual = evaluate(op, implementation, padded, max_num_segments=1)
+    for row, span in enumerate(spans):
+        single = {name: x[row : row + 1] for name, x in inputs.items()}
+        expected = reference(op, alone(op, single, span))
+        check("o", actual["o"][row : row + 1, span], expected["o"])
+        check("final_state", actual["final_state"][row], expected["final_state"])
+        check("dinitial_state", actual["dinitial_state"][row : row + 1], expected["dinitial_state"])
+
+
+@every_implementation
+def test_more_documents_than_states(op, implementation):
+    ids = jnp.asarray([[1] * 10 + [2] * 10 + [3] * 10])
+    inputs = random_inputs(op, length=30)
+    tokens = [jnp.asarray(inputs[name], "float32") for name in op.tokens]
+
+    def call(ids):
+        return op.chunk(
+            *tokens,
+            segment_ids=ids,
+            max_num_segments=2,
+            output_final_state=True,
+            implementation=implementation,
+        )
+
+    with pytest.raises(ValueError, match="max_num_segments must be at least the 3 documents"):
+        call(ids)
+    _, states = jax.jit(call)(ids)
+    assert np.isnan(states).all(), "a traced call cannot raise: it must not return plausible states"
+
+
+def test_alignment_starts_documents_at_chunk_starts():
+    packing = Packing.from_segment_ids(jnp.asarray([[0, 1, 1, 2, 0, 3, 3, 3]]))
+    layout = Alignment.of(packing, 3)
+    token = jnp.arange(8.0)[None]
+    aligned = layout.align(token)
+    starts = np.asarray(aligned)[0, ::CHUNK]
+    assert starts.tolist() == [1, 3, 5]
+    assert np.asarray(layout.chunk_document).tolist() == [[0, 1, 2]]
+    restored = np.asarray(layout.restore(aligned))[0]
+    assert restored[[1, 2, 3, 5, 6, 7]].tolist() == [1, 2, 3, 5, 6, 7]
+
+
+def test_segment_ids_and_cu_seqlens_say_the_same():
+    by_ids = Packing.from_segment_ids(jnp.asarray([[5, 5, 5, 2, 2, 7, 0]]))
+    by_offsets = Packing.from_cu_seqlens(jnp.asarray([0, 3, 5, 6]), 7)
+    np.testing.assert_array_equal(by_ids.document, by_offsets.document)
+    np.testing.assert_array_equal(by_ids.valid, by_offsets.valid)
