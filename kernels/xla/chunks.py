@@ -1,0 +1,263 @@
+"""What the chunked forms of the three ops share.
+
+A row of T tokens is cut into N chunks of C tokens, the last one padded with zeros, and laid out
+[B, H, N, C, D] for key heads and [B, H, R, N, C, D] for the R value heads of each key head. Within
+a chunk the recurrences become matrix products; between chunks a state [K, V] is carried. With the
+log decay g of a head summed up to each row of its document, G_i = g_first + ... + g_i, a chunk
+needs four decays, none of them above 1:
+
+    between two rows          exp(G_i - G_j)   i >= j, both of one document, else 0
+    from the entering state   exp(G_i)         rows of the document whose state enters, else 0
+    to the leaving state      exp(G_C - G_j)   rows of the chunk's last document, else 0
+    from state to state       exp(G_C)         if both are the same document, else 0
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from ..operation import Options
+from ..packing import CHUNK, Packing
+
+SMALLEST_DECAY = -128.0
+"""exp of it is 0 in float32: any g below acts the same, and -inf - -inf never arises."""
+
+SMALLEST_BETA = 2.0**-60
+"""Stands for beta = 0, so that what is proportional to beta can be divided by it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dots:
+    """Einsums accumulated in float32, from operands of one type."""
+
+    dtype: jnp.dtype
+    precision: jax.lax.Precision | None
+
+    @classmethod
+    def of(cls, options: Options, dtype: jnp.dtype) -> "Dots":
+        """bfloat16 operands for bfloat16 inputs unless a precision is asked for, else float32."""
+        if options.precision is None and dtype == jnp.bfloat16:
+            return cls(jnp.dtype(jnp.bfloat16), None)
+        precision = jax.lax.Precision.HIGHEST if options.precision is None else options.precision
+        return cls(jnp.dtype(jnp.float32), precision)
+
+    def __call__(self, subscripts: str, x: Array, y: Array) -> Float[Array, "..."]:
+        return jnp.einsum(
+            subscripts,
+            x.astype(self.dtype),
+            y.astype(self.dtype),
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def storage_dtype(*arrays: Array) -> jnp.dtype:
+    """The residuals' type: bfloat16 where all of q, k and v are, else float32."""
+    all_bfloat16 = all(x.dtype == jnp.bfloat16 for x in arrays)
+    return jnp.dtype(jnp.bfloat16 if all_bfloat16 else jnp.float32)
+
+
+def to_chunks(x: Float[Array, "B T H *D"], packing: Packing | None) -> Float[Array, "B H N C *D"]:
+    """Cut rows into chunks, with zeros for padding tokens and for the end of the last chunk."""
+    if packing is not None:
+        x = jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+    batch, length, *rest = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -length % CHUNK)) + ((0, 0),) * len(rest))
+    return jnp.moveaxis(x.reshape(batch, -1, CHUNK, *rest), 3, 1)
+
+
+def from_chunks(
+    x: Float[Array, "B H N C *D"], length: int, packing: Packing | None
+) -> Float[Array, "B T H *D"]:
+    """Undo `to_chunks`: padding tokens get zeros."""
+    x = jnp.moveaxis(x, 1, 3)
+    x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    if packing is None:
+        return x
+    return jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+
+
+def group(x: Array, key_heads: int) -> Array:
+    """Split the value heads of axis 1 by key head: [B, HV, ...] to [B, H, R, ...]."""
+    return x.reshape(x.shape[0], key_heads, -1, *x.shape[2:])
+
+
+def ungroup(x: Array) -> Array:
+    """Undo `group`."""
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Which rows of a chunk act on each other and on the state, the same for all heads.
+
+    The axes b and n are 1 where the rows are not packed: every row then is of one document.
+
+    Attributes:
+        causal: row j comes before row i, or is it, in one document.
+        enters: the row's document is the one whose state enters the chunk.
+        leaves: the row's document is the one whose state leaves the chunk.
+        passes: the state that enters and the one that leaves are of one document.
+    """
+
+    causal: Bool[Array, "b n C C"]
+    enters: Bool[Array, "b n C"]
+    leaves: Bool[Array, "b n C"]
+    passes: Bool[Array, "b n"]
+
+    @classmethod
+    def of(cls, packing: Packing | None) -> "Documents":
+        triangle = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+        if packing is None:
+            row = jnp.ones((1, 1, CHUNK), bool)
+            return cls(triangle[None, None], row, row, row[..., 0])
+        batch, length = packing.document.shape
+        document = jnp.pad(packing.document, ((0, 0), (0, -length % CHUNK)), mode="edge")
+        document = document.reshape(batch, -1, CHUNK)
+        last = document[..., -1]
+        entering = jnp.pad(last[:, :-1], ((0, 0), (1, 0)))
+        return cls(
+            causal=triangle & (document[..., :, None] == document[..., None, :]),
+            enters=document == entering[..., None],
+            leaves=document == last[..., None],
+            passes=last == entering,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadDecay:
+    """A chunk's four decays (see the module), for one log decay per head and token.
+
+    Attributes:
+        between: D_ij.
+        entering: exp(G_i).
+        leaving: exp(G_C - G_j).
+        passing: exp(G_C).
+    """
+
+    between: Float[Array, "B H R N C C"]
+    entering: Float[Array, "B H R N C"]
+    leaving: Float[Array, "B H R N C"]
+    passing: Float[Array, "B H R N"]
+
+    @classmethod
+    def of(cls, g: Float[Array, "B H R N C"], documents: Documents) -> "HeadDecay":
+        """Sum g in two parts: multiples of 1/1024, whose sums are exact in float32, and the rest.
+
+        A difference of two large G so keeps the accuracy of a small one.
+        """
+        g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
+        coarse = jnp.round(g * 1024) / 1024
+        parts = jnp.stack([coarse, g - coarse])
+        total = _sum_over_documents("bnij,pbhrnj->pbhrni", documents, parts)
+
+        def decay(mask, log):
+            mask = mask[:, None, None]
+            return jnp.where(mask, jnp.exp(jnp.where(mask, log[0] + log[1], 0)), 0)
+
+        return cls(
+            between=decay(documents.causal, total[..., :, None] - total[..., None, :]),
+            entering=decay(documents.enters, total),
+            leaving=decay(documents.leaves, total[..., -1:] - total),
+            passing=decay(documents.passes, total[..., -1]),
+        )
+
+
+def log_decay_gradient(
+    dtotal: Float[Array, "B H R N C"], dlast: Float[Array, "B H R N"], documents: Documents
+) -> Float[Array, "B H R N C"]:
+    """The gradient of g from that of G, of which G_C also has `dlast`."""
+    dtotal = dtotal.at[..., -1].add(dlast)
+    return _sum_over_documents("bnij,bhrni->bhrnj", documents, dtotal)
+
+
+def _sum_over_documents(subscripts, documents, x):
+    if documents.causal.shape[:2] == (1, 1):
+        return jnp.einsum(
+            subscripts.replace("bn", "", 1),
+            documents.causal[0, 0].astype(jnp.float32),
+            x,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+    return jnp.einsum(
+        subscripts,
+        documents.causal.astype(jnp.float32),
+        x,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """`x * rsqrt(sum(x**2) + 1e-6)` over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * _inverse_norm(x)
+
+
+def l2norm_gradient(x: Float[Array, "... D"], dy: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """The gradient of x from that of y = `l2norm(x)`: r (dy - y (y . dy)), r = 1 / |x|."""
+    x = x.astype(jnp.float32)
+    r = _inverse_norm(x)
+    y = x * r
+    return r * (dy - y * jnp.sum(y * dy, axis=-1, keepdims=True))
+
+
+def _inverse_norm(x):
+    return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def scan_states(step, states, chunk_document, inputs, *, reverse=False):
+    """Carry the states of documents over the chunks.
+
+    Args:
+        step: from a state [B, H, R, K, V] and one chunk's inputs to the new state and outputs.
+        states: [B, N, H, R, K, V], one state per document.
+        chunk_document: [B, chunks], the state that each chunk reads and updates; None: the one.
+        inputs: tuple of arrays [B, H, R, chunks, ...], outputs alike.
+        reverse: from the last chunk to the first.
+
+    Returns:
+        The new states and the outputs.
+    """
+    chunks_first = tuple(jnp.moveaxis(x, 3, 0) for x in inputs)
+    if chunk_document is None:
+        state, outputs = jax.lax.scan(step, states[:, 0], chunks_first, reverse=reverse)
+        states = state[:, None]
+    else:
+        row = jnp.arange(states.shape[0])
+
+        def step_in_document(states, chunk):
+            document, inputs = chunk
+            state, outputs = step(states[row, document], inputs)
+            return states.at[row, document].set(state), outputs
+
+        chunks = (chunk_document.T, chunks_first)
+        states, outputs = jax.lax.scan(step_in_document, states, chunks, reverse=reverse)
+    return states, tuple(jnp.moveaxis(x, 0, 3) for x in outputs)
+
+
+def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "... C C"]:
+    """(I + M)^-1 for a strictly lower triangular M.
+
+    Halves are inverted before the whole: with L the part of M that joins the two halves of each
+    block of 2, 4, ... C rows, T <- T - T L T. Every T is a true inverse of a part of I + M, so that
+    nothing grows beyond the result, as the powers of M do. Last, one Newton step.
+    """
+    size = m.shape[-1]
+    row, column = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
+    t = jnp.broadcast_to(jnp.eye(size), m.shape)
+    half = 1
+    while half < size:
+        joins = (row // half == column // half + 1) & (row // (2 * half) == column // (2 * half))
+        t = t - _multiply(dots, t, _multiply(dots, jnp.where(joins, m, 0), t))
+        half *= 2
+    coarse = m.astype(dots.dtype).astype(jnp.float32)
+    product = _multiply(dots, coarse, t) + _multiply(dots, m - coarse, t)
+    return t + _multiply(dots, t, jnp.eye(size) - t - product)
+
+
+def _multiply(dots, x, y):
+    return dots("...ij,...jk->...ik", x, y)
