@@ -1,0 +1,85 @@
+"""SimpleGLA on Pallas TPU kernels: what surrounds them.
+
+The kernels take flat tokens [B, T, heads * size] in one dtype: bfloat16 if q, k and v all are,
+else float32. Head sizes other than multiples of 64 are padded with zeros here, which costs a pass
+over the tensor. Gates are clamped here, and those of padding zeroed: they are small.
+"""
+
+import jax.numpy as jnp
+
+from . import simple_gla_backward, simple_gla_forward
+from .blocks import Blocks, pad_heads, pad_states
+from .decay import LOWEST
+from .tuning import tuning
+
+
+def forward(options, tokens, states, packing, chunk_document):
+    """See `operation.py`. Residual: the state before each chunk, `[B, HV, chunks, K, V]`."""
+    q, k, v, _ = tokens
+    kernel = "simple_gla_forward"
+    dtype = _compute_dtype(q, k, v)
+    blocks = Blocks.of(q, v, dtype, tuning(kernel), one_chunk=chunk_document is not None)
+    o, chunk_states, states = simple_gla_forward.forward(
+        blocks,
+        options.scale,
+        options.qk_l2norm,
+        options.precision,
+        tuning(kernel).vmem_limit_bytes,
+        *_inputs(blocks, dtype, tokens, packing, chunk_document),
+        pad_states(states, blocks),
+    )
+    o = o.reshape(*v.shape[:3], -1)[..., : v.shape[3]].astype(v.dtype)
+    sizes = (..., slice(q.shape[3]), slice(v.shape[3]))
+    return (o, states[sizes]), {"states": chunk_states[sizes]}
+
+
+def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
+    """See `operation.py`."""
+    q, k, v, g = tokens
+    kernel = "simple_gla_backward"
+    dtype = _compute_dtype(q, k, v)
+    blocks = Blocks.of(
+        q, v, dtype, tuning(kernel), one_chunk=chunk_document is not None, reverse=True
+    )
+    dq, dk, dv, dg, dstates = simple_gla_backward.backward(
+        blocks,
+        options.scale,
+        options.qk_l2norm,
+        options.precision,
+        tuning(kernel).vmem_limit_bytes,
+        *_inputs(blocks, dtype, tokens, packing, chunk_document),
+        _tokens(do, blocks.value_size, dtype),
+        pad_states(residuals["states"], blocks),
+        pad_states(dstates, blocks),
+    )
+    dq, dk = (
+        x.reshape(*q.shape[:3], blocks.sharing, -1).sum(3)[..., : q.shape[3]] for x in (dq, dk)
+    )
+    dv = dv.reshape(*v.shape[:3], -1)[..., : v.shape[3]]
+    dg = blocks.time_first(dg)
+    if packing is not None:
+        dg = jnp.where(packing.valid[..., None], dg, 0)
+    return (dq, dk, dv, dg), dstates[..., : q.shape[3], : v.shape[3]]
+
+
+def _compute_dtype(*tokens):
+    return jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in tokens) else jnp.float32
+
+
+def _tokens(x, size, dtype):
+    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
+
+
+def _inputs(blocks, dtype, tokens, packing, chunk_document):
+    q, k, v, g = tokens
+    g = jnp.maximum(g.astype(jnp.float32), LOWEST)
+    if packing is not None:
+        g = jnp.where(packing.valid[..., None], g, 0)
+    return (
+        blocks.step_documents(chunk_document),
+        _tokens(q, blocks.key_size, dtype),
+        _tokens(k, blocks.key_size, dtype),
+        _tokens(v, blocks.value_size, dtype),
+        blocks.time_on_lanes(g),
+        None if packing is None else blocks.document_runs(packing),
+    )

@@ -1,0 +1,221 @@
+"""SimpleGLA backward: one fused kernel, backward in time, the state's gradient in vector memory.
+
+Per value head and chunk, with the forward's S (before the chunk), A and decays, and dS the gradient
+of the state after the chunk:
+
+    dP = (do v^T) * scale pairs               A = (q k^T) * scale pairs
+    dv = [A^T | end * k] [do; dS]
+    dk = dP^T q + (end * v) dS^T
+    dq = [dP | scale start * do] [k; S^T]
+    dS <- total dS + (scale start * q)^T do
+
+Of the decay, with G its sum within the chunk (`decay.py`):
+
+    dG_i = sum(q_i dq_i) - sum(k_i dk_i)
+    dG_C += sum(dS * total S) + sum(k * (end * v) dS^T)
+
+A head's dq and dk are summed over the value heads that read it, in float32. Every term of dG that
+cancels is the same number on both sides, rounding included.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from ..packing import CHUNK
+from .blocks import Blocks, chunk_rows, clear_padding, document_ends, iota, lanes, widen
+from .call import pallas_call
+from .decay import ChunkDecay, Documents
+from .dots import NT, dot
+from .lockstep import lockstep
+from .norm import normalize, normalize_gradient
+
+
+def backward(
+    blocks: Blocks,
+    scale: float,
+    l2norm: bool,
+    precision: jax.lax.Precision | None,
+    vmem_limit_bytes: int,
+    step_documents: Int[Array, " B*steps"],
+    q: Float[Array, "B T H*K"],
+    k: Float[Array, "B T H*K"],
+    v: Float[Array, "B T HV*V"],
+    g: Float[Array, "B HV/heads heads S"],
+    runs: Int[Array, "B 2 S"] | None,
+    do: Float[Array, "B T HV*V"],
+    chunk_states: Float[Array, "B HV chunks K V"],
+    dstates: Float[Array, "B N HV K V"],
+):
+    """Gradients of q, k, v, g and of the initial states.
+
+    Those of q and k are `[B, T, sharing * H * K]`, and float32 if they remain to be summed.
+    """
+    sizes = (blocks.key_size, blocks.value_size)
+    dq = jax.ShapeDtypeStruct(
+        (*q.shape[:2], q.shape[2] * blocks.sharing),
+        q.dtype if blocks.sharing == 1 else jnp.float32,
+    )
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=blocks.grid,
+        in_specs=[
+            blocks.keys(),
+            blocks.keys(),
+            blocks.values(),
+            blocks.gates(),
+            None if runs is None else blocks.runs(),
+            blocks.values(),
+            blocks.per_chunk(*sizes),
+            blocks.states(),
+        ],
+        out_specs=[
+            blocks.key_gradients(),
+            blocks.key_gradients(),
+            blocks.values(),
+            blocks.gates(),
+            blocks.states(),
+        ],
+        scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
+    )
+    return pallas_call(
+        functools.partial(_kernel, blocks, scale, l2norm, precision),
+        grid_spec=grid_spec,
+        out_shape=[
+            dq,
+            dq,
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(g.shape, g.dtype),
+            jax.ShapeDtypeStruct(dstates.shape, dstates.dtype),
+        ],
+        input_output_aliases={7 + (runs is not None): 4},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit_bytes,
+        ),
+        name="simple_gla_backward",
+    )(step_documents, q, k, v, g, runs, do, chunk_states, dstates)
+
+
+def _kernel(
+    blocks,
+    scale,
+    l2norm,
+    precision,
+    step_documents,
+    q,
+    k,
+    v,
+    g,
+    runs,
+    do,
+    chunk_states,
+    dfinal_state,
+    dq,
+    dk,
+    dv,
+    dg,
+    dinitial_state,
+    dstate,
+):
+    first, last = document_ends(blocks, step_documents)
+
+    @pl.when(last)
+    def _():
+        dstate[...] = dfinal_state[...]
+
+    clear_padding(blocks, runs, q, k, v, do)
+    dtype = q.dtype
+
+    @functools.cache
+    def decay(chunk):
+        rows = chunk_rows(chunk)
+        documents = Documents.of(None if runs is None else runs[:1, rows])
+        return ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
+
+    @functools.cache
+    def key_head(chunk, j):
+        index = chunk_rows(chunk), lanes(j, blocks.key_size)
+        norms = (None, None)
+        qj, kj = q[index], k[index]
+        if l2norm:
+            (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
+            qj, kj, norms = qj.astype(dtype), kj.astype(dtype), (q_norm, k_norm)
+        return qj, kj, norms, dot(qj, kj, precision, NT)
+
+    key_gradients = {}
+    cumulated = {}
+
+    def value_head(chunk, h):
+        index = chunk_rows(chunk), lanes(h, blocks.value_size)
+        qh, kh, _, scores = key_head(chunk, h // blocks.group)
+        vh, doh = v[index], do[index]
+        dscores = dot(doh, vh, precision, NT)
+        yield
+        pairs, start, end, total = decay(chunk).head(h)
+        pairs, start = scale * pairs, scale * start
+        attention, dattention = (scores * pairs).astype(dtype), (dscores * pairs).astype(dtype)
+        key_end, key_start = widen(end, blocks.key_size), widen(start, blocks.key_size)
+        value_end, value_start = widen(end, blocks.value_size), widen(start, blocks.value_size)
+        after = dstate[h]
+        d_after = after.astype(dtype)
+        before = chunk_states[h, chunk]
+        dv[index] = dot(
+            jnp.concatenate([attention.T, (kh * key_end).astype(dtype)], axis=1),
+            jnp.concatenate([doh, d_after], axis=0),
+            precision,
+        ).astype(dtype)
+        yield
+        carried = widen(total, blocks.value_size) * after
+        dstate[h] = carried + dot((qh * key_start).astype(dtype).T, doh, precision)
+        yield
+        dk_write = dot((vh * value_end).astype(dtype), d_after, precision, NT)
+        yield
+        dkh = dk_write + dot(dattention.T, qh, precision)
+        yield
+        dqh = dot(
+            jnp.concatenate([dattention, (doh * value_start).astype(dtype)], axis=1),
+            jnp.concatenate([kh, before.T], axis=0),
+            precision,
+        )
+        yield
+        cancelling = (qh * dqh - kh * dkh).T
+        at_end = jnp.sum(kh * dk_write, keepdims=True) + jnp.sum(carried * before, keepdims=True)
+        yield
+        dG = jnp.sum(cancelling, axis=0, keepdims=True)
+        cumulated[chunk, h] = jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
+        add_key_gradients(chunk, h, dqh, dkh)
+        yield
+
+    def add_key_gradients(chunk, h, *gradients):
+        j, member = divmod(h, blocks.group)
+        if member:
+            gradients = [
+                a + b for a, b in zip(key_gradients.pop((chunk, j)), gradients, strict=True)
+            ]
+        if member < blocks.group - 1 and h < blocks.heads - 1:
+            key_gradients[chunk, j] = gradients
+            return
+        qj, kj, norms, _ = key_head(chunk, j)
+        for ref, x, norm, gradient in zip((dq, dk), (qj, kj), norms, gradients, strict=True):
+            if l2norm:
+                gradient = normalize_gradient(x, norm, gradient)
+            ref[chunk_rows(chunk), lanes(j, blocks.key_size)] = gradient.astype(ref.dtype)
+
+    chunks = range(blocks.chunks)
+    lockstep(
+        itertools.chain.from_iterable(value_head(c, h) for c in reversed(chunks))
+        for h in range(blocks.heads)
+    )
+    for chunk in chunks:
+        dG = jnp.concatenate([cumulated[chunk, h] for h in range(blocks.heads)], axis=0)
+        dg[:, chunk_rows(chunk)] = decay(chunk).gradient(dG)
+
+    @pl.when(first)
+    def _():
+        dinitial_state[...] = dstate[...]

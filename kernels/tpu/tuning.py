@@ -1,0 +1,60 @@
+"""Block sizes per chip generation.
+
+Found by compiling the kernels ahead of time for each generation and counting the bundles of the
+final schedule, at B = 1, T = 8192, heads of 128, bfloat16.
+"""
+
+import dataclasses
+
+from jax.experimental.pallas import tpu as pltpu
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What one grid step holds.
+
+    Attributes:
+        heads: value heads of 128 bfloat16 channels; larger ones count for more.
+        chunks: chunks.
+        vmem_limit_bytes: vector memory that the kernel may take.
+    """
+
+    heads: int
+    chunks: int
+    vmem_limit_bytes: int
+
+    def for_heads(self, size: int, itemsize: int) -> "Tuning":
+        """The same amount of data in heads of `size` channels of `itemsize` bytes."""
+        weight = max(1, size // 128) * max(1, itemsize // 2)
+        return dataclasses.replace(self, heads=max(1, self.heads // weight))
+
+
+# A tracing host that knows of no TPU: small enough to compile for every generation, and quick to
+# trace and to interpret.
+DEFAULT = Tuning(heads=4, chunks=1, vmem_limit_bytes=16 * MIB)
+
+TABLE: dict[str, dict[str, Tuning]] = {
+    "simple_gla_forward": {
+        "v4": Tuning(4, 1, 16 * MIB),
+        "v5e": Tuning(16, 1, 64 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB),
+        "v6e": Tuning(16, 1, 64 * MIB),
+        "7x": Tuning(16, 1, 48 * MIB),
+    },
+    "simple_gla_backward": {
+        "v4": Tuning(4, 1, 16 * MIB),
+        "v5e": Tuning(16, 1, 64 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB),
+        "v6e": Tuning(16, 1, 64 * MIB),
+        "7x": Tuning(16, 1, 48 * MIB),
+    },
+}
+
+
+def tuning(kernel: str) -> Tuning:
+    """The kernel's block sizes on the TPU that the ambient mesh or the default device is."""
+    if not pltpu.is_tpu_device():
+        return DEFAULT
+    return TABLE[kernel].get(str(pltpu.get_tpu_info().chip_version), DEFAULT)
