@@ -1,0 +1,35 @@
+"""Activations by name, so that a layer's configuration stays plain data."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Activation = Callable[[Float[Array, "..."]], Float[Array, "..."]]
+
+
+def _exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _squared_relu(x):
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "elu": jax.nn.elu,
+    "gelu": _exact_gelu,
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "sqrelu": _squared_relu,
+    "swish": jax.nn.silu,
+}
+
+
+def activation(argument: str, name: str) -> Activation:
+    """The activation called `name`, which came as the named argument."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{argument} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]

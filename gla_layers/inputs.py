@@ -1,0 +1,81 @@
+"""Checks of what callers pass to a token mixer, and what padding means to all of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .kernels.arguments import is_concrete
+from .kernels.packing import Packing
+
+
+def check_inputs(x: Array, hidden_size: int, segment_ids: Array | None) -> None:
+    """Check x `[B, T, hidden_size]` and segment_ids `[B, T]`.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    _check_dtype("x", x, jnp.floating)
+    if x.ndim != 3 or x.shape[2] != hidden_size:
+        raise ValueError(f"x must be [B, T, {hidden_size}], got shape {x.shape}")
+    if segment_ids is None:
+        return
+    _check_dtype("segment_ids", segment_ids, jnp.integer)
+    if segment_ids.shape != x.shape[:2]:
+        raise ValueError(
+            f"segment_ids must be [B, T] = {list(x.shape[:2])}, got shape {segment_ids.shape}"
+        )
+
+
+def check_state(state: Any, expected: Any) -> None:
+    """Check that a state has the structure and the shapes of the expected one.
+
+    Raises:
+        ValueError: naming the part, what came and what is expected.
+    """
+    if jax.tree.structure(state) != jax.tree.structure(expected):
+        raise ValueError(
+            f"state must be made as {jax.tree.structure(expected)}, got {jax.tree.structure(state)}"
+        )
+    parts, _ = jax.tree.flatten_with_path(state)
+    for (path, part), wanted in zip(parts, jax.tree.leaves(expected), strict=True):
+        if part.shape != wanted.shape:
+            name = f"state{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{name} must have shape {wanted.shape}, got {part.shape}")
+
+
+def mask_padding(
+    x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None, *, one_document: bool
+) -> Float[Array, "B T D"]:
+    """Make padding 0, whatever it holds.
+
+    With `one_document`, as a state belongs to one sequence a row, a row that holds several
+    documents becomes NaN where segment_ids are traced.
+
+    Raises:
+        ValueError: one_document, and segment_ids are known to hold several in a row.
+    """
+    if segment_ids is None:
+        return x
+    if one_document:
+        several = _holds_several(segment_ids)
+        x = jnp.where(several[:, None, None], jnp.nan, x)
+    return jnp.where((segment_ids != 0)[..., None], x, 0)
+
+
+def _holds_several(segment_ids: Int[Array, "B T"]) -> Bool[Array, " B"]:
+    document = Packing.from_segment_ids(segment_ids).document
+    several = jnp.max(document, axis=1, initial=0) > 0
+    if is_concrete(several) and several.any():
+        raise ValueError(
+            "segment_ids must hold one document a row, beside padding, in a call with a state; "
+            f"got more in row {int(several.argmax())}"
+        )
+    return several
+
+
+def _check_dtype(name: str, x: Array, kind: type) -> None:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, kind):
+        got = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(f"{name} must be an array of {kind.__name__} type, got {got}")

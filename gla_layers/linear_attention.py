@@ -1,0 +1,252 @@
+"""What the linear-attention layers share: everything but their gates and their op.
+
+q, k, v = act(conv(project(x)))             split into heads
+o, S    = op(q, k, v, *gates(x))            from the state S
+y       = o_proj(norm(o) * act(g_proj(x)))
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from .gated_norm import GatedRMSNorm
+from .inputs import check_inputs, check_state, mask_padding
+from .sharding import ShardingConfig, metadata
+from .short_convolution import ShortConvolution
+from .state import LinearAttentionState
+
+RECURRENT_LENGTH = 8
+"""Up to this many tokens from a state run one by one: a chunk costs what 128 tokens cost."""
+
+default_kernel_init = nnx.initializers.lecun_normal()
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Number and size of a layer's heads; `state` is the number of recurrent matrices."""
+
+    query: int
+    key: int
+    value: int
+    state: int
+    key_size: int
+    value_size: int
+
+
+class Bottleneck(nnx.Module):
+    """Two linear maps through a narrow middle, with nothing between them."""
+
+    def __init__(self, down: nnx.Linear, up: nnx.Linear):
+        self.down = down
+        self.up = up
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        return self.up(self.down(x))
+
+
+class LinearAttention(nnx.Module):
+    """Base of the layers: a subclass adds its op, its gates and their parameters."""
+
+    _chunk: ClassVar[Callable[..., Any]]
+    _recurrent: ClassVar[Callable[..., Any]]
+    _qk_l2norm: ClassVar[bool]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: Heads,
+        norm: GatedRMSNorm,
+        conv_size: int | None,
+        conv_bias: bool,
+        dtype: jnp.dtype | None,
+        param_dtype: jnp.dtype,
+        precision: jax.lax.PrecisionLike,
+        kernel_init: nnx.Initializer,
+        sharding: ShardingConfig,
+        implementation: str | None,
+        rngs: nnx.Rngs,
+    ):
+        self.hidden_size = hidden_size
+        self.heads = heads
+        self.conv_size = conv_size
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.kernel_init = kernel_init
+        self.sharding = sharding
+        self.implementation = implementation
+
+        query_features = heads.query * heads.key_size
+        key_features = heads.key * heads.key_size
+        value_features = heads.value * heads.value_size
+        self.q_proj = self._linear(hidden_size, query_features, sharding.in_kernel, rngs)
+        self.k_proj = self._linear(hidden_size, key_features, sharding.in_kernel, rngs)
+        self.v_proj = self._linear(hidden_size, value_features, sharding.in_kernel, rngs)
+        if conv_size is not None:
+            self.q_conv1d = self._convolution(query_features, conv_bias, rngs)
+            self.k_conv1d = self._convolution(key_features, conv_bias, rngs)
+            self.v_conv1d = self._convolution(value_features, conv_bias, rngs)
+        self.o_norm = norm
+        output_features = heads.state * heads.value_size
+        self.o_proj = self._linear(output_features, hidden_size, sharding.out_kernel, rngs)
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> LinearAttentionState:
+        """The state of sequences that have not begun.
+
+        Args:
+            batch_size: number of rows.
+            max_length: taken so that all token mixers are called alike; this state has the same
+                size for every length.
+        """
+        del max_length
+        heads = self.heads
+        shape = (batch_size, heads.state, heads.key_size, heads.value_size)
+        return LinearAttentionState(
+            convolution=tuple(conv.init_state(batch_size) for conv in self._convolutions()),
+            recurrent=jnp.zeros(shape, jnp.float32),
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: LinearAttentionState | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"] | tuple[Float[Array, "B T D"], LinearAttentionState]:
+        """Mix tokens.
+
+        Args:
+            x: inputs `[B, T, hidden_size]`.
+            state: what came before each row, from `init_state` or an earlier call.
+            segment_ids: a document starts where the id differs from the token before; 0 is
+                padding, whose outputs are 0. With a state, a row holds one document.
+
+        Returns:
+            The outputs `[B, T, hidden_size]`; with a state also the new one, the state after each
+            row's last token that is not padding.
+
+        Raises:
+            ValueError: an argument's shape or dtype is wrong, or there is a state and a row of
+                segment_ids holds several documents (where they are traced, the row becomes NaN).
+        """
+        check_inputs(x, self.hidden_size, segment_ids)
+        if state is not None:
+            check_state(state, jax.eval_shape(lambda: self.init_state(x.shape[0])))
+        x = mask_padding(x, segment_ids, one_document=state is not None)
+        (q, k, v), convolution = self._project(x, state, segment_ids)
+        o, recurrent = self._mix(x, q, k, v, state, segment_ids)
+        o = self.o_norm(o, self._output_gate(x))
+        y = self.o_proj(o.reshape(*o.shape[:2], -1))
+        if state is None:
+            return y
+        return y, LinearAttentionState(convolution, recurrent)
+
+    def _project(self, x, state, segment_ids):
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.conv_size is None:
+            return self._split_heads(*map(self._without_convolution, projected)), ()
+        histories = (None, None, None) if state is None else state.convolution
+        outputs = [
+            conv(p, state=history, segment_ids=segment_ids)
+            for conv, p, history in zip(self._convolutions(), projected, histories, strict=True)
+        ]
+        if state is None:
+            return self._split_heads(*outputs), ()
+        outputs, histories = zip(*outputs, strict=True)
+        return self._split_heads(*outputs), histories
+
+    def _mix(self, x, q, k, v, state, segment_ids):
+        tokens = q, k, v, *self._gates(x)
+        options = {
+            "segment_ids": segment_ids,
+            "qk_l2norm": self._qk_l2norm,
+            "precision": self.precision,
+        }
+        if state is None:
+            return self._chunk(*tokens, implementation=self.implementation, **options)
+        options |= {
+            "initial_state": state.recurrent,
+            "output_final_state": True,
+            "max_num_segments": None if segment_ids is None else 1,
+        }
+        if x.shape[1] <= RECURRENT_LENGTH:
+            o, recurrent = self._recurrent(*tokens, **options)
+        else:
+            o, recurrent = self._chunk(*tokens, implementation=self.implementation, **options)
+        return o, recurrent if segment_ids is None else recurrent[:, 0]
+
+    def _gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T HV *K"], ...]:
+        """What the op takes after q, k and v: decay and, for a delta rule, write strength."""
+        raise NotImplementedError
+
+    def _output_gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T HV V"] | None:
+        if self.g_proj is None:
+            return None
+        return self.g_proj(x).reshape(*x.shape[:2], self.heads.state, self.heads.value_size)
+
+    def _without_convolution(self, x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+        return jax.nn.silu(x)
+
+    def _split_heads(self, q, k, v):
+        key_size, value_size = self.heads.key_size, self.heads.value_size
+        pairs = (q, key_size), (k, key_size), (v, value_size)
+        return tuple(x.reshape(*x.shape[:2], -1, size) for x, size in pairs)
+
+    def _convolutions(self) -> tuple[ShortConvolution, ...]:
+        return () if self.conv_size is None else (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+
+    def _linear(
+        self,
+        in_features: int,
+        out_features: int,
+        spec: PartitionSpec | None,
+        rngs: nnx.Rngs,
+        *,
+        use_bias: bool = False,
+        preferred_element_type: jnp.dtype | None = None,
+    ) -> nnx.Linear:
+        return nnx.Linear(
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            kernel_init=self.kernel_init,
+            preferred_element_type=preferred_element_type,
+            kernel_metadata=metadata(spec),
+            bias_metadata=metadata(self.sharding.features) if use_bias else {},
+            rngs=rngs,
+        )
+
+    def _bottleneck(
+        self,
+        out_features: int,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> Bottleneck:
+        """A linear map whose rank is the value head's size; `options` are of the second map."""
+        rank, sharding = self.heads.value_size, self.sharding
+        return Bottleneck(
+            self._linear(self.hidden_size, rank, sharding.bottleneck_in_kernel, rngs),
+            self._linear(rank, out_features, sharding.bottleneck_out_kernel, rngs, **options),
+        )
+
+    def _convolution(self, features: int, use_bias: bool, rngs: nnx.Rngs) -> ShortConvolution:
+        return ShortConvolution(
+            features,
+            kernel_size=self.conv_size,
+            use_bias=use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_metadata=metadata(self.sharding.convolution_kernel),
+            bias_metadata=metadata(self.sharding.features) if use_bias else {},
+            rngs=rngs,
+        )

@@ -1,0 +1,79 @@
+"""How parameters are laid out over a mesh: one `PartitionSpec` per kind of parameter."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingConfig:
+    """A `PartitionSpec`, or None for no annotation, per kind of parameter.
+
+    The default annotates nothing, which needs no mesh. An annotated parameter needs one when the
+    layer is made, with the axes that the presets name: `fsdp` and `tensor`.
+
+    Attributes:
+        embedding: `[vocabulary, hidden]`.
+        in_kernel: `[hidden, features]`, projections to heads, gates, feed-forward features.
+        out_kernel: `[features, hidden]`, projections back.
+        bottleneck_in_kernel: `[hidden, rank]`.
+        bottleneck_out_kernel: `[rank, features]`.
+        convolution_kernel: `[width, features]`.
+        features: `[features]` or `[heads]`: biases, `A_log`, `dt_bias`.
+        norm: `[size]`: norm scales.
+
+    Example:
+
+    >>> from gla_layers import ShardingConfig
+    >>> ShardingConfig.fsdp_tensor().in_kernel
+    PartitionSpec('fsdp', 'tensor')
+    >>> ShardingConfig().in_kernel is None
+    True
+    """
+
+    embedding: P | None = None
+    in_kernel: P | None = None
+    out_kernel: P | None = None
+    bottleneck_in_kernel: P | None = None
+    bottleneck_out_kernel: P | None = None
+    convolution_kernel: P | None = None
+    features: P | None = None
+    norm: P | None = None
+
+    @classmethod
+    def fsdp(cls) -> Self:
+        """Every matrix split along its hidden axis over `fsdp`; vectors replicated."""
+        return cls(
+            embedding=P(None, "fsdp"),
+            in_kernel=P("fsdp", None),
+            out_kernel=P(None, "fsdp"),
+            bottleneck_in_kernel=P("fsdp", None),
+            bottleneck_out_kernel=P(None, None),
+            convolution_kernel=P(None, None),
+            features=P(None),
+            norm=P(None),
+        )
+
+    @classmethod
+    def fsdp_tensor(cls) -> Self:
+        """As `fsdp`, and heads and features split over `tensor`."""
+        return cls(
+            embedding=P("tensor", "fsdp"),
+            in_kernel=P("fsdp", "tensor"),
+            out_kernel=P("tensor", "fsdp"),
+            bottleneck_in_kernel=P("fsdp", None),
+            bottleneck_out_kernel=P(None, "tensor"),
+            convolution_kernel=P(None, "tensor"),
+            features=P("tensor"),
+            norm=P(None),
+        )
+
+
+UNANNOTATED = ShardingConfig()
+
+
+def metadata(spec: P | None) -> Mapping[str, Any]:
+    """The keyword arguments that annotate an `nnx.Param` with a spec."""
+    return {} if spec is None else {"out_sharding": spec}
