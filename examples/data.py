@@ -1,0 +1,180 @@
+"""Text as packed rows of bytes: documents, the held-out tail, and the training stream.
+
+A token is a byte; one further token, `DOCUMENT_START`, begins every document, so that its first
+byte is predicted from something. Rows are one token longer than the model's context: the first
+`sequence_length` tokens are its inputs, the last `sequence_length` its targets.
+"""
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from pydoc_data import topics
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+
+DOCUMENT_START = 256
+VOCAB_SIZE = 257
+
+Rows = tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]
+
+
+def load_documents(patterns: Sequence[str]) -> list[bytes]:
+    """Documents of the files that `patterns` name, or of Python's own manual without any.
+
+    Args:
+        patterns: paths or globs. A `.jsonl` file holds one document a line, under "text"; any
+            other file is one document.
+
+    Raises:
+        ValueError: a pattern matches no file; a file cannot be read, is empty, or is not what its
+            name says.
+    """
+    if not patterns:
+        return _python_manual()
+    return [document for path in _matches(patterns) for document in _read(path)]
+
+
+def hold_out_tail(documents: Sequence[bytes], size: int) -> tuple[list[bytes], list[bytes]]:
+    """Split the last `size` bytes off, in the midst of a document if need be.
+
+    Raises:
+        ValueError: less than half of the text would be left to train on.
+    """
+    total = sum(map(len, documents))
+    if not 0 < size <= total // 2:
+        raise ValueError(
+            f"held_out_bytes must be from 1 to half of the text's {total} bytes, got {size}"
+        )
+    train, tail = list(documents), []
+    while size > 0:
+        document = train.pop()
+        cut = max(len(document) - size, 0)
+        tail.append(document[cut:])
+        size -= len(document) - cut
+        if cut:
+            train.append(document[:cut])
+    return train, tail[::-1]
+
+
+def digest(documents: Iterable[bytes]) -> str:
+    """SHA-256 of the documents and of where each ends."""
+    hashed = hashlib.sha256()
+    for document in documents:
+        hashed.update(len(document).to_bytes(8, "little") + document)
+    return hashed.hexdigest()
+
+
+def training_stream(
+    documents: Sequence[bytes], *, sequence_length: int, batch_size: int, seed: int
+) -> grain.DatasetIterator:
+    """An endless stream of packed batches, shuffled anew each epoch, whose place can be saved.
+
+    Documents are cut into pieces of a row's length, so that neighbours in a batch are strangers;
+    what is left over at their ends shares rows.
+
+    Returns:
+        An iterator of dictionaries of `tokens` and `tokens_segment_ids`, int32
+        `[batch_size, sequence_length + 1]`.
+    """
+    length = sequence_length + 1
+    pieces = [
+        {"tokens": tokens[start : start + length]}
+        for tokens in map(_tokens, documents)
+        for start in range(0, len(tokens), length)
+    ]
+    dataset = grain.MapDataset.source(pieces).seed(seed).shuffle().repeat()
+    # The pieces lie in memory: grain's reader threads would only cost.
+    stream = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    stream = grain.experimental.ConcatThenSplitIterDataset(
+        stream, length_struct={"tokens": length}, split_full_length_features=False
+    )
+    return iter(stream.batch(batch_size, drop_remainder=True))
+
+
+def evaluation_rows(documents: Sequence[bytes], sequence_length: int) -> Rows:
+    """Rows in which every byte is a target exactly once.
+
+    Consecutive rows of a document share one token, the last target of one and the first input of
+    the next.
+
+    Returns:
+        Tokens and segment ids (1, and 0 for padding), `[rows, sequence_length + 1]`.
+    """
+    rows = [
+        tokens[start : start + sequence_length + 1]
+        for tokens in map(_tokens, documents)
+        for start in range(0, len(tokens) - 1, sequence_length)
+    ]
+    tokens = np.zeros((len(rows), sequence_length + 1), np.int32)
+    segment_ids = np.zeros_like(tokens)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+        segment_ids[i, : len(row)] = 1
+    return tokens, segment_ids
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """Tokens as text; what is no UTF-8 shows as a replacement mark."""
+    return bytes(t for t in tokens if t != DOCUMENT_START).decode("utf-8", errors="replace")
+
+
+def _tokens(document: bytes) -> Int32[np.ndarray, " T"]:
+    return np.concatenate(([DOCUMENT_START], np.frombuffer(document, np.uint8))).astype(np.int32)
+
+
+def _python_manual() -> list[bytes]:
+    """The topics of `help()`, each paragraph once.
+
+    Many topics repeat others whole; left in, a tenth of the held-out tail would also be in the
+    training text.
+    """
+    seen: set[str] = set()
+    documents = []
+    for name in sorted(topics.topics):
+        paragraphs = [p for p in topics.topics[name].split("\n\n") if p not in seen]
+        seen.update(paragraphs)
+        documents.append("\n\n".join(paragraphs).encode())
+    return [document for document in documents if document]
+
+
+def _matches(patterns: Sequence[str]) -> list[Path]:
+    paths = []
+    for pattern in patterns:
+        found = [p for p in map(Path, sorted(glob.glob(pattern, recursive=True))) if p.is_file()]
+        if not found:
+            raise ValueError(f"text must name files, but {pattern!r} matches none")
+        paths.extend(found)
+    return list(dict.fromkeys(paths))
+
+
+def _read(path: Path) -> list[bytes]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"text {path} cannot be read: {error.strerror}") from error
+    if not content.strip():
+        raise ValueError(f"text must not be empty, but {path} holds nothing")
+    if path.suffix != ".jsonl":
+        return [content]
+    return [
+        _json_text(path, number, line)
+        for number, line in enumerate(content.splitlines(), start=1)
+        if line.strip()
+    ]
+
+
+def _json_text(path: Path, number: int, line: bytes) -> bytes:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(
+            f'text in {path} must have an object with a string "text" on every line, '
+            f"but line {number} is {line[:40].decode(errors='replace')!r}"
+        )
+    return text.encode()

@@ -1,0 +1,36 @@
+"""Stop at the end of a step when told to, rather than in the middle of one."""
+
+import signal
+from types import FrameType, TracebackType
+
+
+class Interrupts:
+    """Catches SIGTERM and Ctrl-C while it is entered, and remembers which came.
+
+    A second Ctrl-C acts at once, as ever.
+
+    Attributes:
+        received: the signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> "Interrupts":
+        self._previous = {
+            number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,43 @@
+"""AdamW as language models are trained: warmup and cosine, clipping, decay of matrices alone."""
+
+import jax.numpy as jnp
+import optax
+
+from gla_layers import weight_decay_mask
+
+
+def make_optimizer(
+    *,
+    learning_rate: float,
+    warmup_steps: int,
+    steps: int,
+    weight_decay: float,
+    clip_norm: float,
+    accumulate: int,
+) -> optax.GradientTransformation:
+    """The optimizer of a run of `steps` updates.
+
+    Args:
+        learning_rate: at its peak, after the warmup; a tenth of it remains at the end.
+        warmup_steps: updates until the peak.
+        steps: updates in all.
+        weight_decay: of the matrices; gates, biases and norm scales are left alone.
+        clip_norm: the most that a gradient's norm may be.
+        accumulate: batches whose gradients are averaged for one update.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warmup_steps, steps, end_value=0.1 * learning_rate
+    )
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(
+            schedule,
+            b2=0.95,
+            weight_decay=weight_decay,
+            mask=weight_decay_mask,
+            mu_dtype=jnp.float32,
+        ),
+    )
+    if accumulate == 1:
+        return optimizer
+    return optax.MultiSteps(optimizer, accumulate).gradient_transformation()

@@ -1,0 +1,87 @@
+"""A run's directory: what was asked, the outcome, and whether a new call is the same run."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+class RunDirectory:
+    """Where a run keeps its config, checkpoints and records, and at the end its result."""
+
+    def __init__(self, path: Path, config: Record, *, may_change: frozenset[str]):
+        """Begin a run, or go on with it.
+
+        Args:
+            path: the directory; made if there is none.
+            config: what the run depends on, of JSON types.
+            may_change: fields of `config` that may differ when a run goes on.
+
+        Raises:
+            ValueError: the directory cannot be written, or holds something else, or a run with
+                another config.
+        """
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            before = _read(path / "config.json")
+            if before is None:
+                _check_empty(path)
+            else:
+                _check_same(path, before, config, may_change)
+            write_json(path / "config.json", config)
+        except OSError as error:
+            raise ValueError(f"run_dir {path} cannot be written: {error.strerror}") from error
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What the finished run reported; None while it is unfinished."""
+        return _read(self.path / "result.json")
+
+    def finish(self, result: Record) -> None:
+        """Record the outcome: the run is then finished."""
+        write_json(self.path / "result.json", result)
+
+
+def write_json(path: Path, record: Record) -> None:
+    """Write a file that is, whenever the process is killed, the old one or the new one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(f"run_dir must hold a run, but {path} is no JSON object")
+    return record
+
+
+def _check_empty(path: Path) -> None:
+    found = sorted(entry.name for entry in path.iterdir() if entry.suffix != ".tmp")
+    if found:
+        raise ValueError(
+            f"run_dir must be new, empty or an earlier run, but {path} has no config.json and "
+            f"holds {', '.join(found[:5])}"
+        )
+
+
+def _check_same(path: Path, before: Record, now: Record, may_change: frozenset[str]) -> None:
+    changed = [
+        f"{name} was {before.get(name)!r} and is now {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if name not in may_change and before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ValueError(
+            f"run_dir {path} holds a run with another config: {'; '.join(changed)}; give the "
+            "old values to go on with it, or another run_dir to begin anew"
+        )

@@ -1,0 +1,298 @@
+"""A decoder-only language model whose token mixer is chosen layer by layer."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from .cross_entropy import chunked_cross_entropy
+from .language_model_config import MIXERS, LanguageModelConfig
+from .linear_attention import LinearAttention
+from .sharding import ShardingConfig, metadata
+from .state import AttentionState, LinearAttentionState
+
+default_kernel_init = nnx.initializers.normal(0.02)
+default_sharding = ShardingConfig()
+
+State = tuple[LinearAttentionState | AttentionState, ...]
+"""A mixer's state for every layer."""
+
+
+class SwiGLU(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`, without biases.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from gla_layers import SwiGLU
+    >>> SwiGLU(32, 96, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 32))).shape
+    (2, 5, 32)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        sharding: ShardingConfig = default_sharding,
+        rngs: nnx.Rngs,
+    ):
+        def linear(in_features, out_features, spec):
+            return nnx.Linear(
+                in_features,
+                out_features,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=precision,
+                kernel_init=kernel_init,
+                kernel_metadata=metadata(spec),
+                rngs=rngs,
+            )
+
+        self.gate_proj = linear(hidden_size, intermediate_size, sharding.in_kernel)
+        self.up_proj = linear(hidden_size, intermediate_size, sharding.in_kernel)
+        self.down_proj = linear(intermediate_size, hidden_size, sharding.out_kernel)
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Apply the network to every token by itself."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(
+        self, mixer: nnx.Module, mlp: nnx.Module, mixer_norm: nnx.Module, mlp_norm: nnx.Module
+    ):
+        self.mixer_norm = mixer_norm
+        self.mixer = mixer
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: LinearAttentionState | AttentionState | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], LinearAttentionState | AttentionState | None]:
+        """The outputs, and the mixer's new state where there was one."""
+        mixed = self.mixer(self.mixer_norm(x), state=state, segment_ids=segment_ids)
+        if state is not None:
+            mixed, state = mixed
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class LanguageModel(nnx.Module):
+    """Embedding, blocks of token mixer and SwiGLU, norm, and a head over the vocabulary.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from gla_layers import LanguageModel, LanguageModelConfig
+    >>> config = LanguageModelConfig.preset("tiny", num_layers=1)
+    >>> model = LanguageModel(config, rngs=nnx.Rngs(0))
+    >>> tokens = jnp.zeros((2, 20), jnp.int32)
+    >>> model(tokens).shape
+    (2, 20, 257)
+    >>> state = model.init_state(2)
+    >>> logits, state = model(tokens[:, :19], state=state)
+    >>> logits, state = model(tokens[:, 19:], state=state)
+    >>> logits.shape
+    (2, 1, 257)
+    """
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        *,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        kernel_init: nnx.Initializer = default_kernel_init,
+        sharding: ShardingConfig = default_sharding,
+        implementation: str | None = None,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        """Make the model.
+
+        Args:
+            config: the architecture.
+            dtype: of the computation; None takes the parameters'.
+            param_dtype: of the parameters, but for those that a mixer keeps in float32.
+            precision: of the dots.
+            kernel_init: of every matrix, the embedding among them.
+            sharding: how the parameters are laid out over a mesh.
+            implementation: of the mixers' ops.
+            remat: whether the backward pass makes each block's activations again, which costs a
+                third more time and saves nearly all of their memory.
+            rngs: for the parameters.
+        """
+        if not isinstance(config, LanguageModelConfig):
+            raise ValueError(f"config must be a LanguageModelConfig, got {config!r}")
+        arrays = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrices = {**arrays, "precision": precision, "kernel_init": kernel_init}
+
+        def norm() -> nnx.RMSNorm:
+            return nnx.RMSNorm(
+                config.hidden_size,
+                epsilon=config.norm_eps,
+                scale_metadata=metadata(sharding.norm),
+                **arrays,
+            )
+
+        def block(name: str) -> Block:
+            mixer_class = MIXERS[name]
+            options = dict(config.mixer_options.get(name, {}))
+            if issubclass(mixer_class, LinearAttention):
+                options["implementation"] = implementation
+            mixer = mixer_class(config.hidden_size, sharding=sharding, **matrices, **options)
+            mlp = SwiGLU(
+                config.hidden_size, config.intermediate_size, sharding=sharding, **matrices
+            )
+            return Block(mixer, mlp, norm(), norm())
+
+        self.config = config
+        self.precision = precision
+        self.remat = remat
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            embedding_init=kernel_init,
+            embedding_metadata=metadata(sharding.embedding),
+            **arrays,
+        )
+        self.layers = nnx.List([block(name) for name in config.layer_mixers])
+        self.norm = norm()
+        if not config.tie_embeddings:
+            self.head = nnx.Linear(
+                config.hidden_size,
+                config.vocab_size,
+                use_bias=False,
+                kernel_metadata=metadata(sharding.in_kernel),
+                **matrices,
+            )
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> State:
+        """The state of sequences that have not begun.
+
+        Args:
+            batch_size: number of rows.
+            max_length: tokens that a row may come to hold, which layers of softmax attention
+                need to know.
+        """
+        return tuple(layer.mixer.init_state(batch_size, max_length) for layer in self.layers)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        state: State | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T vocab"] | tuple[Float[Array, "B T vocab"], State]:
+        """Logits of the token after each token.
+
+        Args:
+            tokens: token ids `[B, T]`.
+            state: what came before each row, from `init_state` or an earlier call.
+            segment_ids: a document starts where the id differs from the token before; 0 is
+                padding. With a state, a row holds one document.
+
+        Returns:
+            float32 logits `[B, T, vocab]`; with a state also the new one.
+
+        Raises:
+            ValueError: an argument's shape or dtype is wrong.
+        """
+        hidden, new_state = self._hidden(tokens, state, segment_ids)
+        logits = jnp.einsum(
+            "btd,dv->btv",
+            hidden,
+            self._head_kernel().astype(hidden.dtype),
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+        return logits if state is None else (logits, new_state)
+
+    def token_losses(
+        self,
+        tokens: Int[Array, "B T+1"],
+        *,
+        segment_ids: Int[Array, "B T+1"] | None = None,
+        chunk_size: int = 128,
+    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+        """Cross-entropy of each next token, without the logits of all of them at a time.
+
+        Args:
+            tokens: token ids `[B, T + 1]`: the first T are inputs, the last T targets.
+            segment_ids: `[B, T + 1]`, as in a call.
+            chunk_size: positions whose logits are held at one time.
+
+        Returns:
+            `[B, T]` float32 losses in nats, 0 where the next token is no target; and where it is
+            one: a token of the same document, and not padding.
+        """
+        _check_tokens(tokens, segment_ids, minimum=2)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if segment_ids is None:
+            is_target = jnp.ones(targets.shape, bool)
+        else:
+            inputs_ids, targets_ids = segment_ids[:, :-1], segment_ids[:, 1:]
+            is_target = (inputs_ids == targets_ids) & (targets_ids != 0)
+            segment_ids = inputs_ids
+        hidden, _ = self._hidden(inputs, None, segment_ids)
+        losses = chunked_cross_entropy(
+            hidden,
+            self._head_kernel(),
+            targets,
+            chunk_size=chunk_size,
+            precision=self.precision,
+        )
+        return jnp.where(is_target, losses, 0), is_target
+
+    def loss(
+        self, tokens: Int[Array, "B T+1"], *, segment_ids: Int[Array, "B T+1"] | None = None
+    ) -> Float[Array, ""]:
+        """Mean cross-entropy of the next tokens in nats; arguments as for `token_losses`."""
+        losses, is_target = self.token_losses(tokens, segment_ids=segment_ids)
+        return jnp.sum(losses) / jnp.maximum(jnp.sum(is_target), 1)
+
+    def _hidden(self, tokens, state, segment_ids):
+        _check_tokens(tokens, segment_ids, minimum=1)
+        if state is not None and len(state) != len(self.layers):
+            raise ValueError(
+                f"state must hold one state for each of {len(self.layers)} layers, got {len(state)}"
+            )
+        states = (None,) * len(self.layers) if state is None else state
+        call = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        x = self.embed(tokens)
+        new_states = []
+        for layer, layer_state in zip(self.layers, states, strict=True):
+            x, layer_state = call(layer, x, layer_state, segment_ids)
+            new_states.append(layer_state)
+        return self.norm(x), tuple(new_states)
+
+    def _head_kernel(self) -> Float[Array, "D vocab"]:
+        if self.config.tie_embeddings:
+            return self.embed.embedding[...].T
+        return self.head.kernel[...]
+
+
+def _check_tokens(tokens, segment_ids, *, minimum):
+    if not hasattr(tokens, "dtype") or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        got = getattr(tokens, "dtype", type(tokens).__name__)
+        raise ValueError(f"tokens must be an array of integers, got {got}")
+    if tokens.ndim != 2 or tokens.shape[1] < minimum:
+        raise ValueError(f"tokens must be [B, T] with T >= {minimum}, got shape {tokens.shape}")
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(
+            f"segment_ids must be [B, T] = {list(tokens.shape)}, got shape {segment_ids.shape}"
+        )

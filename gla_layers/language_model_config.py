@@ -1,0 +1,178 @@
+"""The architecture of a language model: widths, depth, and the token mixer of each layer."""
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+from flax import nnx
+from flax.core import FrozenDict
+
+from .attention import Attention
+from .gated_deltanet import GatedDeltaNet
+from .kda import KDA
+from .simple_gla import SimpleGLA
+
+MIXERS: Mapping[str, type[nnx.Module]] = MappingProxyType(
+    {
+        "gated_deltanet": GatedDeltaNet,
+        "kda": KDA,
+        "simple_gla": SimpleGLA,
+        "attention": Attention,
+    }
+)
+"""The token mixers by the names that a `LanguageModelConfig` calls them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelConfig:
+    """The architecture of a `LanguageModel`: what a checkpoint of it depends on.
+
+    Attributes:
+        vocab_size: number of tokens.
+        hidden_size: width of the residual stream.
+        num_layers: number of blocks.
+        intermediate_size: width of the feed-forward layers.
+        mixers: names of token mixers, repeated down the layers: `("kda", "kda", "kda",
+            "attention")` is three layers of KDA to one of attention.
+        mixer_options: by mixer name, the keyword arguments of its layers.
+        tie_embeddings: whether the output projection is the embedding.
+        norm_eps: epsilon of the block norms and the final norm.
+
+    Raises:
+        ValueError: a field's value is wrong.
+
+    Example:
+
+    >>> from gla_layers import LanguageModelConfig
+    >>> hybrid = LanguageModelConfig.preset("1.3b", mixers=("kda", "kda", "kda", "attention"))
+    >>> hybrid.layer_mixers[:5]
+    ('kda', 'kda', 'kda', 'attention', 'kda')
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    mixers: tuple[str, ...] = ("gated_deltanet",)
+    mixer_options: Mapping[str, Mapping[str, Any]] = FrozenDict()
+    tie_embeddings: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"tie_embeddings must be True or False, got {self.tie_embeddings!r}")
+        if not isinstance(self.norm_eps, (int, float)) or not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be a number above 0, got {self.norm_eps!r}")
+        object.__setattr__(self, "mixers", _checked_mixers(self.mixers, self.num_layers))
+        object.__setattr__(self, "mixer_options", _checked_options(self.mixer_options))
+
+    @property
+    def layer_mixers(self) -> tuple[str, ...]:
+        """The name of each layer's mixer."""
+        return tuple(self.mixers[i % len(self.mixers)] for i in range(self.num_layers))
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """One of the named sizes, with some fields changed.
+
+        Args:
+            name: "tiny", which trains on a laptop's CPU in minutes; "340m" or "1.3b", the sizes
+                of the papers (with Gated DeltaNet throughout).
+            **changes: fields that differ from the preset's.
+
+        Raises:
+            ValueError: there is no such preset or field.
+        """
+        if name not in PRESETS:
+            raise ValueError(_unknown("preset", name, PRESETS))
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for change in changes:
+            if change not in fields:
+                raise ValueError(_unknown("field of LanguageModelConfig", change, fields))
+        return cls(**{**PRESETS[name], **changes})
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tiny": {
+            "vocab_size": 257,
+            "hidden_size": 128,
+            "num_layers": 4,
+            "intermediate_size": 384,
+            "mixer_options": {
+                "gated_deltanet": {"num_heads": 2, "head_dim": 64, "expand_v": 1},
+                "kda": {"num_heads": 2, "head_dim": 64},
+                "simple_gla": {"num_heads": 2},
+                "attention": {"num_heads": 2},
+            },
+            "tie_embeddings": True,
+        },
+        "340m": {
+            "vocab_size": 32000,
+            "hidden_size": 1024,
+            "num_layers": 21,
+            "intermediate_size": 2816,
+            "mixer_options": {
+                "gated_deltanet": {"num_heads": 3, "head_dim": 256},
+                "kda": {"num_heads": 8, "head_dim": 128},
+                "simple_gla": {"num_heads": 4},
+                "attention": {"num_heads": 8},
+            },
+            "tie_embeddings": True,
+        },
+        "1.3b": {
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "num_layers": 21,
+            "intermediate_size": 5632,
+            "mixer_options": {
+                "gated_deltanet": {"num_heads": 6, "head_dim": 256},
+                "kda": {"num_heads": 16, "head_dim": 128},
+                "simple_gla": {"num_heads": 8},
+                "attention": {"num_heads": 16},
+            },
+            "tie_embeddings": True,
+        },
+    }
+)
+"""The fields of the named sizes."""
+
+
+def _checked_mixers(mixers: Iterable[str], num_layers: int) -> tuple[str, ...]:
+    if isinstance(mixers, str):
+        raise ValueError(f"mixers must be a tuple of names, got the string {mixers!r}")
+    mixers = tuple(mixers)
+    if not 1 <= len(mixers) <= num_layers:
+        raise ValueError(
+            f"mixers must hold from 1 to num_layers = {num_layers} names, got {len(mixers)}"
+        )
+    for name in mixers:
+        if name not in MIXERS:
+            raise ValueError(_unknown("mixer", name, MIXERS))
+    return mixers
+
+
+def _checked_options(mixer_options: Mapping[str, Mapping[str, Any]]) -> FrozenDict:
+    if not isinstance(mixer_options, Mapping):
+        raise ValueError(f"mixer_options must map names to options, got {mixer_options!r}")
+    for name, options in mixer_options.items():
+        if name not in MIXERS:
+            raise ValueError(_unknown("mixer", name, MIXERS))
+        known = inspect.signature(MIXERS[name].__init__).parameters
+        for option in options:
+            if option not in known:
+                raise ValueError(_unknown(f"option of mixer {name!r}", option, known))
+    return FrozenDict(mixer_options)
+
+
+def _unknown(kind: str, name: object, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"expected one of {sorted(known)}"
+    return f"{name!r} is no {kind}; {hint}"
