@@ -30,6 +30,9 @@ LAYOUTS = {
 }
 
 
+PER_TOKEN = ("o", "dq", "dk", "dv", "dg", "dbeta")
+
+
 def lay_out(layout):
     """Segment ids, and each document's slice."""
     ids, documents, position = [], [], 0
@@ -63,16 +66,19 @@ def test_one_state_a_row(op, implementation, layout, strong):
     state = inputs["initial_state"]
     garbage = {name: np.where(expand(ids == 0, x), np.nan, x) for name, x in per_token(op, inputs)}
     actual = evaluate_without_states(op, implementation, inputs | garbage | {"segment_ids": ids})
+    expected = {name: np.zeros(x.shape) for name, x in actual.items()}
     for i, document in enumerate(documents):
         single = alone(op, inputs, document, initial_state=state if i == 0 else 0 * state)
-        expected = reference(op, single)
-        for name in ("o", *(f"d{token}" for token in op.tokens)):
-            floor = np.linalg.norm(expected["dv"]) if name == "dg" else 0.0
-            check(name, actual[name][:, document], expected[name], floor=floor)
-        if i == 0:
-            check("dinitial_state", actual["dinitial_state"], expected["dinitial_state"])
-    for name in ("o", *(f"d{token}" for token in op.tokens)):
-        assert not actual[name][ids == 0].any(), f"{name} is not 0 in padding"
+        for name, x in reference(op, single).items():
+            if name in PER_TOKEN:
+                expected[name][:, document] = x
+            elif i == 0 and name == "dinitial_state":
+                expected[name] = x
+    for name, x in actual.items():
+        floor = np.linalg.norm(expected["dv"]) if name == "dg" else 1e-30
+        check(name, x, expected[name], floor=floor)
+        if name in PER_TOKEN:
+            assert not x[ids == 0].any(), f"{name} is not 0 in padding"
 
 
 def per_token(op, inputs):
@@ -135,8 +141,10 @@ def test_one_state_a_document(op, implementation, lengths):
         expected = reference(op, alone(op, inputs, document, **own))
         for name in ("final_state", "dinitial_state"):
             check(name, actual[name][:, i], expected[name])
-        for name in ("o", *(f"d{token}" for token in op.tokens)):
-            check(name, actual[name][:, document], expected[name])
+        for name in set(expected) & set(PER_TOKEN):
+            # A one-token document's o can be the small difference of large terms.
+            floor = np.linalg.norm(actual[name]) * np.sqrt(length / offsets[-1])
+            check(name, actual[name][:, document], expected[name], floor=floor)
 
 
 @every_implementation

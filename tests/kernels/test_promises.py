@@ -27,10 +27,11 @@ every_implementation = pytest.mark.parametrize(
 
 
 def check(actual, expected, tolerance):
-    # dg under strong decay is tiny: it is compared with the size of the other gradients.
+    # dg under strong decay is tiny: it is compared with the size of the other gradients. And
+    # what is below 1e-30 may be 0 in float32 (the gradient of a state that -200 a token erases).
     floors = {"dg": np.linalg.norm(expected["dv"])}
     errors = {
-        name: relative_error(value, expected[name], floors.get(name, 0.0))
+        name: relative_error(value, expected[name], floors.get(name, 1e-30))
         for name, value in actual.items()
     }
     assert all(np.isfinite(value).all() for value in actual.values())
@@ -348,7 +349,7 @@ def test_mixed_types_keep_their_gradients_types(op, implementation, wide):
     }
 
     def loss(arrays):
-        o, _ = op.chunk(*arrays.values(), implementation=implementation)
+        o, _ = op.chunk(*(arrays[name] for name in op.tokens), implementation=implementation)
         assert o.dtype == arrays["v"].dtype
         return (o.astype("float32") * inputs["do"]).sum()
 
