@@ -1,0 +1,64 @@
+"""The wheel: what it holds, and that it works outside the checkout."""
+
+import pathlib
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_every_subpackage_is_listed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = set()
+    for folder, name in (("gla_layers", "gla_layers"), ("kernels", "gla_layers.kernels")):
+        for init in (ROOT / folder).rglob("__init__.py"):
+            parts = init.parent.relative_to(ROOT / folder).parts
+            found.add(".".join((name, *parts)))
+    assert set(listed) == found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT]
+    subprocess.run(command, check=True, capture_output=True)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_wheel_holds_one_package(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names}
+    assert len(top) == 2
+    assert "gla_layers" in top, "and nothing else but its dist-info: no package named kernels"
+    assert "gla_layers/py.typed" in names
+    assert "gla_layers/kernels/reference.py" in names
+
+
+@pytest.mark.slow
+def test_wheel_works_outside_the_checkout(wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    program = (
+        "import gla_layers, gla_layers.kernels, jax.numpy as jnp\n"
+        "x = jnp.ones((1, 3, 1, 8))\n"
+        "o, _ = gla_layers.kernels.chunk_simple_gla(x, x, x)\n"
+        "print(gla_layers.__file__, gla_layers.kernels.__file__, o.shape)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site), "PATH": "", "JAX_PLATFORMS": "cpu"},
+    )
+    package, kernels, *shape = done.stdout.split(maxsplit=2)
+    assert package.startswith(str(site))
+    assert kernels.startswith(str(site))
+    assert shape == ["(1, 3, 1, 8)\n"]
