@@ -35,7 +35,7 @@ def forward(options, tokens, states, packing, chunk_document):
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
     """See `operation.py`."""
-    q, k, v, g = tokens
+    q, k, v, _ = tokens
     kernel = "simple_gla_backward"
     dtype = _compute_dtype(q, k, v)
     blocks = Blocks.of(

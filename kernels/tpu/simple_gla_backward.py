@@ -19,7 +19,6 @@ cancels is the same number on both sides, rounding included.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -207,12 +206,12 @@ def _kernel(
                 gradient = normalize_gradient(x, norm, gradient)
             ref[chunk_rows(chunk), lanes(j, blocks.key_size)] = gradient.astype(ref.dtype)
 
-    chunks = range(blocks.chunks)
-    lockstep(
-        itertools.chain.from_iterable(value_head(c, h) for c in reversed(chunks))
-        for h in range(blocks.heads)
-    )
-    for chunk in chunks:
+    def head(h):
+        for chunk in reversed(range(blocks.chunks)):
+            yield from value_head(chunk, h)
+
+    lockstep(map(head, range(blocks.heads)))
+    for chunk in range(blocks.chunks):
         dG = jnp.concatenate([cumulated[chunk, h] for h in range(blocks.heads)], axis=0)
         dg[:, chunk_rows(chunk)] = decay(chunk).gradient(dG)
 

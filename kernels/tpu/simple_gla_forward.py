@@ -11,7 +11,6 @@ cost more traffic than it saves.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -136,10 +135,11 @@ def _kernel(
         state[h] = widen(total, blocks.value_size) * before + dot(keys, writes, precision)
         yield
 
-    chunks = range(blocks.chunks)
-    lockstep(
-        itertools.chain.from_iterable(value_head(c, h) for c in chunks) for h in range(blocks.heads)
-    )
+    def head(h):
+        for chunk in range(blocks.chunks):
+            yield from value_head(chunk, h)
+
+    lockstep(map(head, range(blocks.heads)))
 
     @pl.when(last)
     def _():
