@@ -1,0 +1,97 @@
+"""Compile for a TPU generation with no TPU attached: libtpu does so on any x86-64 Linux host.
+
+Import this module before JAX: it sets what libtpu reads when it is loaded.
+"""
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+DUMP = Path(tempfile.mkdtemp(prefix="tpu_compiler_"))
+"""Where the compiler writes its schedules."""
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process aborts
+os.environ["LIBTPU_INIT_ARGS"] = " ".join(
+    [
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
+        f"--xla_jf_dump_to={DUMP}",
+        "--xla_jf_dump_llo_text=true",
+    ]
+).strip()
+
+import jax  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import (  # noqa: E402
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    SingleDeviceSharding,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A TPU generation, by its public figures for the part of a chip that is one JAX device.
+
+    On v4 and v5p a device is a chip of two TensorCores, which share a program's parallel grid
+    axes; on v7x each of a chip's two TensorCores is a device.
+
+    Attributes:
+        topology: the smallest that libtpu compiles for.
+        clock_ghz: of the TensorCore.
+        hbm_gb_per_s: memory bandwidth.
+        hbm_gb: memory.
+        bf16_tflops: peak.
+    """
+
+    topology: str
+    clock_ghz: float
+    hbm_gb_per_s: float
+    hbm_gb: int
+    bf16_tflops: float
+
+    def memory_cycles(self, num_bytes: float) -> float:
+        """Cycles that moving so many bytes takes at the full bandwidth."""
+        return num_bytes * self.clock_ghz / self.hbm_gb_per_s
+
+
+TARGETS = {
+    "v4": Target("v4:2x2x1", 1.05, 1228, 32, 275),
+    "v5e": Target("v5e:2x2", 1.5, 819, 16, 197),
+    "v5p": Target("v5p:2x2x1", 1.75, 2765, 95, 459),
+    "v6e": Target("v6e:2x2", 1.75, 1640, 32, 918),
+    "v7x": Target("tpu7x:2x2x1", 1.9, 3690, 96, 1153),
+}
+
+
+def compile_for(
+    target: str, fn: Callable, *args, donate_argnums: tuple[int, ...] = ()
+) -> jax.stages.Compiled:
+    """Compile `fn` for one device of a generation.
+
+    Args:
+        target: a name in `TARGETS`.
+        fn: what `jax.jit` takes.
+        *args: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
+        donate_argnums: as `jax.jit` has it.
+    """
+    topology = topologies.get_topology_desc(topology_name=TARGETS[target].topology, platform="tpu")
+    device = topology.devices[0]
+    sharding = SingleDeviceSharding(device)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    # Lowering a kernel for a TPU on a host without one needs a TPU mesh in context.
+    mesh = AbstractMesh(
+        (1,),
+        ("_",),
+        axis_types=(AxisType.Auto,),
+        abstract_device=AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu"),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(fn, donate_argnums=donate_argnums).trace(*args)
+        return traced.lower(lowering_platforms=("tpu",)).compile()
