@@ -1,0 +1,271 @@
+"""The language model: packing, decoding, loss, presets, and wrong configs and calls."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gla_layers import LanguageModel, LanguageModelConfig
+from tests.programs import arrays
+
+VOCAB = 61
+LINEAR = {
+    "gated_deltanet": {"num_heads": 2, "head_dim": 8},
+    "kda": {"num_heads": 2, "head_dim": 16},
+    "simple_gla": {"num_heads": 2},
+}
+OPTIONS = LINEAR | {"attention": {"num_heads": 2}}
+PATTERNS = [(name,) for name in OPTIONS] + [("kda", "attention")]
+IDS = ["-".join(pattern) for pattern in PATTERNS]
+
+
+def make_config(mixers=("gated_deltanet",), **changes):
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "intermediate_size": 48,
+        "mixers": mixers,
+        "mixer_options": OPTIONS,
+    }
+    return LanguageModelConfig(**fields | changes)
+
+
+@functools.cache
+def make_model(mixers=("gated_deltanet",), *, dtype=None, remat=False, **changes):
+    """A model of one layer a mixer. It is shared: no test changes one."""
+    config = make_config(mixers, **{"num_layers": len(mixers)} | changes)
+    return LanguageModel(
+        config, dtype=dtype, remat=remat, implementation="reference", rngs=nnx.Rngs(0)
+    )
+
+
+@nnx.jit
+def logits_of(model, tokens, state=None):
+    return model(tokens, state=state)
+
+
+@nnx.jit
+def losses_of(model, tokens, segment_ids=None):
+    return model.token_losses(tokens, segment_ids=segment_ids)
+
+
+@nnx.jit
+def loss_and_gradients(model, tokens, segment_ids=None):
+    return nnx.value_and_grad(lambda m: m.loss(tokens, segment_ids=segment_ids))(model)
+
+
+def random_tokens(batch, length):
+    return jax.random.randint(jax.random.key(length), (batch, length), 0, VOCAB)
+
+
+def close(actual, expected, tolerance=1e-5):
+    return np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("mixers", PATTERNS, ids=IDS)
+def test_decoding_equals_one_call(mixers):
+    model = make_model(mixers)
+    tokens = random_tokens(2, 14)
+    state = model.init_state(2, max_length=14)
+    parts = []
+    for start, end in ((0, 13), (13, 14)):
+        logits, state = logits_of(model, tokens[:, start:end], state)
+        parts.append(logits)
+    assert close(np.concatenate(parts, axis=1), logits_of(model, tokens))
+
+
+@pytest.mark.parametrize("mixers", PATTERNS, ids=IDS)
+def test_packed_documents_lose_what_they_lose_alone(mixers):
+    """And no target crosses from one to the next, or into padding."""
+    model = make_model(mixers)
+    tokens = random_tokens(1, 20)
+    segment_ids = jnp.array([[1] * 7 + [2] * 1 + [3] * 9 + [0] * 3])
+    losses, is_target = model.token_losses(tokens, segment_ids=segment_ids)
+    alone = [losses_of(model, tokens[:, a:b])[0] for a, b in ((0, 7), (8, 17))]
+    expected = np.zeros((1, 19))
+    expected[:, :6], expected[:, 8:16] = alone
+    assert close(losses, expected)
+    np.testing.assert_array_equal(is_target, expected != 0)
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    model = make_model()
+    tokens = random_tokens(2, 12)
+    logits = np.float64(logits_of(model, tokens[:, :-1]))
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(log_probabilities, np.asarray(tokens)[:, 1:, None], -1)
+    losses, _ = losses_of(model, tokens)
+    np.testing.assert_allclose(losses, expected[..., 0], rtol=1e-5)
+
+
+def test_loss_is_the_mean_over_targets():
+    model = make_model()
+    tokens = random_tokens(1, 8)
+    segment_ids = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]])
+    loss, _ = loss_and_gradients(model, tokens, segment_ids)
+    losses, is_target = losses_of(model, tokens, segment_ids)
+    assert is_target.sum() == 5
+    np.testing.assert_allclose(loss, losses.sum() / 5, rtol=1e-6)
+
+
+def test_a_batch_of_padding_has_loss_0_and_finite_gradients():
+    model = make_model()
+    padding = jnp.zeros((1, 8), jnp.int32)
+    loss, gradients = loss_and_gradients(model, padding, padding)
+    assert loss == 0
+    assert all(not leaf.any() for leaf in jax.tree.leaves(gradients))
+
+
+def test_loss_never_holds_all_logits():
+    model = make_model()
+    tokens = random_tokens(2, 301)
+    graph, parameters = nnx.split(model)
+    program = jax.make_jaxpr(jax.grad(lambda p: nnx.merge(graph, p).loss(tokens)))(parameters)
+    with_vocabulary = [x for x in arrays(program.jaxpr) if VOCAB in x.shape]
+    assert max(x.size for x in with_vocabulary) == 2 * 128 * VOCAB
+
+
+def test_rematerialised_blocks_have_the_same_gradients():
+    tokens = random_tokens(1, 10)
+
+    def gradients(remat):
+        return loss_and_gradients(make_model(("simple_gla",), remat=remat), tokens)[1]
+
+    kept, made_again = (jax.tree.leaves(gradients(remat)) for remat in (False, True))
+    assert all(close(a, b, 1e-6) for a, b in zip(made_again, kept, strict=True))
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
+def test_jit_in_graph_and_tree_mode(graph):
+    tokens = random_tokens(1, 6)
+    with nnx.set_graph_mode(graph):
+        model = LanguageModel(
+            make_config(("attention", "kda")), implementation="reference", rngs=nnx.Rngs(0)
+        )
+        first, state = logits_of(model, tokens[:, :5], model.init_state(1, 6))
+        second, _ = logits_of(model, tokens[:, 5:], state)
+        assert close(np.concatenate([first, second], 1), logits_of(model, tokens))
+
+
+def test_bfloat16_computes_in_bfloat16_from_float32_parameters():
+    model = make_model(("gated_deltanet", "attention"), dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
+    tokens = random_tokens(1, 8)
+    narrow = logits_of(model, tokens)
+    wide = logits_of(make_model(("gated_deltanet", "attention")), tokens)
+    assert narrow.dtype == jnp.float32
+    assert close(narrow, wide, 2e-2)
+    assert not close(narrow, wide, 1e-4)
+
+
+def test_tied_embeddings_have_no_head():
+    untied, tied = (make_model(tie_embeddings=tie) for tie in (False, True))
+    count = [sum(x.size for x in jax.tree.leaves(nnx.state(m, nnx.Param))) for m in (untied, tied)]
+    assert count[0] - count[1] == 32 * VOCAB
+    tokens = random_tokens(1, 4)
+    _, gradients = loss_and_gradients(tied, tokens)
+    assert np.all(np.any(gradients["embed"]["embedding"][...] != 0, axis=1))
+
+
+def test_matrices_start_normal_with_deviation_0_02():
+    model = make_model(hidden_size=256, intermediate_size=256)
+    for matrix in (
+        model.embed.embedding,
+        model.head.kernel,
+        model.layers[0].mixer.q_proj.kernel,
+        model.layers[0].mixer.o_proj.kernel,
+        model.layers[0].mlp.down_proj.kernel,
+    ):
+        assert 0.018 < float(matrix[...].std()) < 0.022
+
+
+@pytest.mark.parametrize(
+    ("preset", "mixers", "millions"),
+    [
+        ("tiny", ("gated_deltanet",), 1),
+        ("340m", ("gated_deltanet",), 340),
+        ("1.3b", ("gated_deltanet",), 1300),
+        ("1.3b", ("kda", "kda", "kda", "attention"), 1100),
+        ("1.3b", ("simple_gla",), 1230),
+    ],
+)
+def test_presets_have_the_sizes_of_their_names(preset, mixers, millions):
+    config = LanguageModelConfig.preset(preset, mixers=mixers)
+    shapes = jax.tree.leaves(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    assert 0.9 < sum(x.size for x in shapes) / 1e6 / millions < 1.1
+
+
+def test_mixers_repeat_down_the_layers():
+    config = make_config(("kda", "kda", "attention"), num_layers=5)
+    assert config.layer_mixers == ("kda", "kda", "attention", "kda", "kda")
+    names = [type(layer.mixer).__name__ for layer in make_model(("kda", "attention")).layers]
+    assert names == ["KDA", "Attention"]
+
+
+def test_config_is_hashable_and_survives_json_types():
+    config = make_config()
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    fields |= {"mixers": list(config.mixers), "mixer_options": OPTIONS}
+    assert LanguageModelConfig(**fields) == config
+    assert hash(LanguageModelConfig(**fields)) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be an integer of at least 1, got 0"),
+        ({"hidden_size": 32.0}, "hidden_size must be an integer of at least 1, got 32.0"),
+        ({"num_layers": True}, "num_layers must be an integer of at least 1, got True"),
+        ({"intermediate_size": "4"}, "intermediate_size must be an integer"),
+        ({"mixers": "kda"}, "mixers must be a tuple of names, got the string 'kda'"),
+        ({"mixers": ()}, "mixers must hold from 1 to num_layers = 2 names, got 0"),
+        ({"mixers": ("kda",) * 3}, "mixers must hold from 1 to num_layers = 2 names, got 3"),
+        ({"mixers": ("kdaa",)}, "'kdaa' is no mixer; did you mean 'kda'?"),
+        ({"mixers": ("mamba",)}, "'mamba' is no mixer; expected one of ['attention', "),
+        ({"mixer_options": {"gdn": {}}}, "'gdn' is no mixer"),
+        ({"mixer_options": {"kda": {"heads": 2}}}, "'heads' is no option of mixer 'kda'"),
+        ({"mixer_options": ["kda"]}, "mixer_options must map names to options"),
+        ({"tie_embeddings": 1}, "tie_embeddings must be True or False, got 1"),
+        ({"norm_eps": 0.0}, "norm_eps must be a number above 0, got 0.0"),
+        ({"norm_eps": "small"}, "norm_eps must be a number above 0, got 'small'"),
+    ],
+)
+def test_wrong_configs_name_the_field(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_config(**change)
+
+
+def test_a_mistyped_preset_or_field_is_named():
+    with pytest.raises(ValueError, match="'tinny' is no preset; did you mean 'tiny'"):
+        LanguageModelConfig.preset("tinny")
+    with pytest.raises(ValueError, match="'layers' is no field of LanguageModelConfig"):
+        LanguageModelConfig.preset("tiny", layers=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m(jnp.zeros((4,), jnp.int32)), "tokens must be"),
+        (lambda m: m(jnp.zeros((1, 0), jnp.int32)), "tokens must be"),
+        (lambda m: m(jnp.zeros((1, 4))), "tokens must be an array of integers"),
+        (lambda m: m([[1, 2]]), "tokens must be an array of integers, got list"),
+        (lambda m: m.loss(jnp.zeros((1, 1), jnp.int32)), "tokens must be"),
+        (
+            lambda m: m(jnp.zeros((1, 4), jnp.int32), segment_ids=jnp.zeros((1, 3), jnp.int32)),
+            "segment_ids must be",
+        ),
+        (lambda m: m(jnp.zeros((1, 4), jnp.int32), state=m.init_state(1) * 2), "state must hold"),
+        (lambda m: m(jnp.zeros((1, 4), jnp.int32), state=m.init_state(2)), "state"),
+        (lambda m: LanguageModel({"vocab_size": 3}, rngs=nnx.Rngs(0)), "config must be"),
+    ],
+)
+def test_wrong_calls_name_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(make_model())
