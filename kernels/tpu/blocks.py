@@ -11,8 +11,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..packing import CHUNK, Packing
 from .tuning import Tuning
@@ -54,7 +55,7 @@ class Blocks:
         """Cut a call by a tuning.
 
         Head sizes grow to a multiple of half a register, or of a whole one where heads of half a
-        register cannot be cut into blocks. `one_chunk`: see `step_documents`.
+        register cannot be cut into blocks. `one_chunk`: see `prefetched`.
         """
         batch, length, key_heads, key_size = q.shape
         value_heads, value_size = v.shape[2:]
@@ -124,9 +125,9 @@ class Blocks:
             (None, None, self.heads, self.rows), lambda b, h, t, *_: (b, h, 0, self.time(t))
         )
 
-    def runs(self) -> pl.BlockSpec:
-        """Of `document_runs`."""
-        return pl.BlockSpec((None, 2, self.rows), lambda b, h, t, *_: (b, 0, self.time(t)))
+    def row_document(self) -> pl.BlockSpec:
+        """Of `row_documents`."""
+        return pl.BlockSpec((None, 1, self.rows), lambda b, h, t, *_: (b, 0, self.time(t)))
 
     def per_chunk(self, *shape: int) -> pl.BlockSpec:
         """Of `[B, HV, chunks, *shape]`."""
@@ -137,15 +138,15 @@ class Blocks:
         )
 
     def states(self) -> pl.BlockSpec:
-        """Of `[B, N, HV, K, V]`: the state of the document that `step_documents` names."""
+        """Of `[B, N, HV, K, V]`: the state of the document that `prefetched` names."""
         return pl.BlockSpec(
             (None, None, self.heads, self.key_size, self.value_size),
-            lambda b, h, t, documents: (b, documents[b * self.steps + self.time(t)], h, 0, 0),
+            lambda b, h, t, documents, *_: (b, documents[b * self.steps + self.time(t)], h, 0, 0),
         )
 
     def time_on_lanes(self, x: Float[Array, "B T HV"]) -> Float[Array, "B HV/heads heads S"]:
         """Gates, padded with zeros to whole blocks. The transposition costs no pass over them."""
-        x = jnp.pad(x, ((0, 0), (0, self.steps * self.rows - self.length), (0, 0)))
+        x = self._pad_time(x)
         return x.transpose(0, 2, 1).reshape(self.batch, -1, self.heads, x.shape[1])
 
     def time_first(self, x: Float[Array, "B HV/heads heads S"]) -> Float[Array, "B T HV"]:
@@ -153,28 +154,35 @@ class Blocks:
         x = x.reshape(self.batch, self.value_heads, -1)
         return x[:, :, : self.length].transpose(0, 2, 1)
 
-    def step_documents(self, chunk_document: Array | None) -> Array:
-        """For each step the document whose state it reads and updates: a scalar-prefetch operand.
+    def prefetched(
+        self, chunk_document: Int[Array, "B chunks"] | None, packing: Packing | None
+    ) -> tuple[Array, Array, Array]:
+        """The scalar-prefetch operands.
 
-        With a state per document a step holds one chunk.
+        For each step the document whose state it reads and updates (with a state per document a
+        step holds one chunk); for each step whether any of its rows is padding; for each chunk,
+        with packing, the document of its last row.
         """
-        if chunk_document is None:
-            return jnp.zeros(self.batch * self.steps, jnp.int32)
-        return chunk_document.reshape(-1)
+        documents = np.zeros((self.batch, self.steps), np.int32)
+        padding, chunk_ends = documents.copy(), documents
+        if self.length % self.rows:
+            padding[:, -1] = 1
+        if chunk_document is not None:
+            documents = chunk_document
+        if packing is not None:
+            invalid = self._pad_time(~packing.valid, constant_values=True).astype(jnp.int32)
+            padding = jnp.max(invalid.reshape(self.batch, self.steps, self.rows), axis=2)
+            chunk_ends = self._pad_time(packing.document, mode="edge")[:, CHUNK - 1 :: CHUNK]
+        return documents.reshape(-1), padding.reshape(-1), chunk_ends.reshape(-1)
 
-    def document_runs(self, packing: Packing) -> Array:
-        """`[B, 2, S]`: each row's run, and whether it is valid (1) or padding (0).
+    def row_documents(self, packing: Packing) -> Int[Array, "B 1 S"]:
+        """Each row's document, or its bitwise complement (below 0) for a row of padding."""
+        document = self._pad_time(packing.document, mode="edge")
+        return jnp.where(self._pad_time(packing.valid), document, ~document)[:, None]
 
-        Run 0 of a chunk is the document of the row before the chunk; each later document of the
-        chunk has a larger number.
-        """
-        padding = ((0, 0), (0, self.steps * self.rows - self.length))
-        document = jnp.pad(packing.document, padding, mode="edge")
-        valid = jnp.pad(packing.valid, padding).astype(jnp.int32)
-        before = jnp.pad(document[:, CHUNK - 1 : -1 : CHUNK], ((0, 0), (1, 0)))
-        before = before.at[:, 0].set(document[:, 0])
-        run = document - jnp.repeat(before, CHUNK, axis=1)
-        return jnp.stack([run, valid], axis=1)
+    def _pad_time(self, x: Array, **mode) -> Array:
+        rest = [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, [(0, 0), (0, self.steps * self.rows - self.length), *rest], **mode)
 
 
 def heads_per_block(value_heads: int, key_heads: int, sizes: tuple[int, ...], limit: int) -> int:
@@ -225,38 +233,43 @@ def lanes(head: int, size: int) -> slice:
     return slice(head * size, (head + 1) * size)
 
 
-def document_ends(blocks: Blocks, step_documents) -> tuple[Array, Array]:
+def document_ends(blocks: Blocks, documents) -> tuple[Array, Array]:
     """Whether this grid step is its document's first, and whether it is the last, in time."""
     time = blocks.time(pl.program_id(2))
     step = pl.program_id(0) * blocks.steps + time
-    document = step_documents[step]
-    before = step_documents[jnp.maximum(step - 1, 0)]
-    after = step_documents[jnp.minimum(step + 1, blocks.batch * blocks.steps - 1)]
+    document = documents[step]
+    before = documents[jnp.maximum(step - 1, 0)]
+    after = documents[jnp.minimum(step + 1, blocks.batch * blocks.steps - 1)]
     first = (time == 0) | (before != document)
     last = (time == blocks.steps - 1) | (after != document)
     return first, last
 
 
-def clear_padding(blocks: Blocks, runs, *tokens) -> None:
-    """Zero the rows of token blocks that hold no valid token: their garbage may be NaN."""
-    time = blocks.time(pl.program_id(2))
-    if runs is not None:
-        has_padding = jnp.min(runs[1:]) == 0
-    elif blocks.length % blocks.rows:
-        has_padding = time == blocks.steps - 1
-    else:
-        return
+def clear_padding(blocks: Blocks, padding, row_document, *tokens) -> None:
+    """Zero the rows of token blocks that hold no valid token: their garbage may be NaN.
 
-    @pl.when(has_padding)
-    def _():
-        for rows in map(chunk_rows, range(blocks.chunks)):
-            if runs is not None:
-                valid = column(runs[1:, rows]) > 0
-            else:
-                valid = time * blocks.rows + rows.start + iota(0) < blocks.length
-            for ref in tokens:
-                x = ref[rows]
-                ref[rows] = jnp.where(valid[:, :1], x.astype(jnp.float32), 0).astype(x.dtype)
+    In slabs of one packed register's rows, none of them in a step without padding.
+    """
+    if row_document is None and blocks.length % blocks.rows == 0:
+        return
+    time = blocks.time(pl.program_id(2))
+    slab = (16, blocks.rows)
+
+    def clear(i, _):
+        row = i * slab[0] + jax.lax.broadcasted_iota(jnp.int32, slab, 0)
+        if row_document is None:
+            valid = (time * blocks.rows + row < blocks.length)[:, :1]
+        else:
+            here = row == jax.lax.broadcasted_iota(jnp.int32, slab, 1)
+            valid = (
+                jnp.sum(jnp.where(here & (row_document[...] >= 0), 1, 0), axis=1, keepdims=True) > 0
+            )
+        for ref in tokens:
+            rows = pl.ds(pl.multiple_of(i * slab[0], slab[0]), slab[0])
+            ref[rows] = jnp.where(valid, ref[rows].astype(jnp.float32), 0).astype(ref.dtype)
+
+    has_padding = padding[pl.program_id(0) * blocks.steps + time]
+    jax.lax.fori_loop(0, has_padding * (blocks.rows // slab[0]), clear, None)
 
 
 def column(row: Array) -> Array:

@@ -7,50 +7,66 @@ With G_i the sum of g over the chunk's tokens up to i, cumulated within i's docu
     end_j    = exp(G_C - G_j)   if j's document runs to the chunk's end, else 0
     total    = exp(G_C)         if one document fills the chunk, else 0
 
-No exponent is above 0: masks come before exp. The cumulation is a product with a triangular matrix
-of zeros and ones. For float32 accuracy g = hi + lo with hi a multiple of 1/1024: the sums of hi
-are exact while they stay above -16384 = -128 CHUNK, and so are their differences, which else would
-carry the rounding of a large G.
+No exponent is above 0: masks come before exp, as upper bounds. The cumulation is a product with a
+triangular matrix of zeros and ones. For float32 accuracy g = hi + lo with hi a multiple of 1/1024:
+the sums of hi are exact while they stay above -16384 = -128 CHUNK, and so are their differences,
+which else would carry the rounding of a large G.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..packing import CHUNK
-from .blocks import column, iota
+from .blocks import Blocks, chunk_rows, column, iota
 from .dots import EXACT, NT, dot
 
 LOWEST = -128.0
 """exp of it is exactly 0 in float32: a decay below acts the same."""
 
-MASKED = -1e30
 
-
-@dataclasses.dataclass(frozen=True)
 class Documents:
     """Which rows of a chunk share a document.
 
     Attributes:
-        pairs: j <= i, in i's document.
-        first: rows of the document that began before the chunk, or None for all rows.
-        last: rows of the document that runs to the chunk's end, or None for all rows.
+        summed: 1 where j <= i in i's document, else 0: G = summed g.
+        pairs: an upper bound of the exponents, 0 where `summed`, else far below.
+        first: likewise for rows of the document that began before the chunk; None for all rows.
+        last: likewise for rows of the document that runs to the chunk's end; None for all rows.
     """
 
-    pairs: Bool[Array, "C C"]
-    first: Bool[Array, "C C"] | None = None
-    last: Bool[Array, "C C"] | None = None
+    def __init__(self, document: Int[Array, "1 C"] | None = None, before: Int[Array, ""] = 0):
+        """
+        Args:
+            document: of each row (see `Blocks.row_documents`); None where all share one.
+            before: the document of the row before the chunk.
+        """
+        same = iota(0) >= iota(1)
+        self.first = self.last = None
+        if document is not None:
+            document = jnp.maximum(document, ~document)
+            documents = column(document)
+            same &= documents == document
+            self.first = _bound(documents == before)
+            self.last = _bound(documents == documents[CHUNK - 1 :])
+        self.summed = same.astype(jnp.float32)
+        self.pairs = _bound(same)
 
-    @classmethod
-    def of(cls, run: Int[Array, "1 C"] | None) -> "Documents":
-        """From the row's run numbers (see `Blocks.document_runs`), or None for one document."""
-        causal = iota(0) >= iota(1)
-        if run is None:
-            return cls(causal)
-        runs = column(run)
-        return cls(causal & (runs == run), runs == 0, runs == runs[CHUNK - 1 :])
+
+def _bound(mask: Bool[Array, "C C"]) -> Float[Array, "C C"]:
+    return jnp.where(mask, 0.0, -1e30)
+
+
+def chunk_documents(blocks: Blocks, chunk: int, chunk_ends, row_document) -> Documents:
+    """The documents of a block's chunk, from the operands that `Blocks` makes."""
+    if row_document is None:
+        return Documents()
+    index = (pl.program_id(0) * blocks.steps + blocks.time(pl.program_id(2))) * blocks.chunks
+    first_chunk = (blocks.time(pl.program_id(2)) == 0) & (chunk == 0)
+    before = chunk_ends[jnp.maximum(index + chunk - 1, 0)]
+    return Documents(row_document[:, chunk_rows(chunk)], jnp.where(first_chunk, 0, before))
 
 
 class HeadDecay(NamedTuple):
@@ -68,29 +84,28 @@ class ChunkDecay:
     def __init__(self, g: Float[Array, "heads C"], documents: Documents, exact: bool):
         """Cumulate g, at least `LOWEST`; `exact` for float32 accuracy at any decay."""
         self.documents = documents
-        self.summed = documents.pairs.astype(jnp.float32)
         parts = split(g) if exact else (g,)
-        self.rows = [dot(x, self.summed, EXACT, NT) for x in parts]
+        self.rows = [dot(x, self.documents.summed, EXACT, NT) for x in parts]
         self.columns = [x.T for x in self.rows]
 
     def head(self, head: int) -> HeadDecay:
         rows = [x[head : head + 1] for x in self.rows]
         columns = [jnp.broadcast_to(x[:, head : head + 1], (CHUNK, CHUNK)) for x in self.columns]
         ends = [x[CHUNK - 1 :] for x in columns]
-        documents = self.documents
         pairs = sum(c - r for c, r in zip(columns, rows, strict=True))
         start = sum(columns)
         end = sum(e - c for e, c in zip(ends, columns, strict=True))
+        documents = self.documents
         if documents.first is not None:
-            start = jnp.where(documents.first, start, MASKED)
-            end = jnp.where(documents.last, end, MASKED)
-        pairs = jnp.exp(jnp.where(documents.pairs, pairs, MASKED))
+            start = jnp.minimum(start, documents.first)
+            end = jnp.minimum(end, documents.last)
+        pairs = jnp.exp(jnp.minimum(pairs, documents.pairs))
         start = jnp.exp(start)
         return HeadDecay(pairs, start, jnp.exp(end), start[CHUNK - 1 :])
 
     def gradient(self, d_cumulated: Float[Array, "heads C"]) -> Float[Array, "heads C"]:
         """The gradient of g from that of G."""
-        return dot(d_cumulated, self.summed, EXACT)
+        return dot(d_cumulated, self.documents.summed, EXACT)
 
 
 def split(g: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:

@@ -76,10 +76,10 @@ def _inputs(blocks, dtype, tokens, packing, chunk_document):
     if packing is not None:
         g = jnp.where(packing.valid[..., None], g, 0)
     return (
-        blocks.step_documents(chunk_document),
+        blocks.prefetched(chunk_document, packing),
         _tokens(q, blocks.key_size, dtype),
         _tokens(k, blocks.key_size, dtype),
         _tokens(v, blocks.value_size, dtype),
         blocks.time_on_lanes(g),
-        None if packing is None else blocks.document_runs(packing),
+        None if packing is None else blocks.row_documents(packing),
     )

@@ -27,9 +27,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..packing import CHUNK
-from .blocks import Blocks, chunk_rows, clear_padding, document_ends, iota, lanes, widen
+from .blocks import (
+    Blocks,
+    chunk_rows,
+    clear_padding,
+    document_ends,
+    iota,
+    lanes,
+    widen,
+)
 from .call import pallas_call
-from .decay import ChunkDecay, Documents
+from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
 from .lockstep import lockstep
 from .norm import normalize, normalize_gradient
@@ -41,12 +49,12 @@ def backward(
     l2norm: bool,
     precision: jax.lax.Precision | None,
     vmem_limit_bytes: int,
-    step_documents: Int[Array, " B*steps"],
+    prefetched: tuple[Array, ...],
     q: Float[Array, "B T H*K"],
     k: Float[Array, "B T H*K"],
     v: Float[Array, "B T HV*V"],
     g: Float[Array, "B HV/heads heads S"],
-    runs: Int[Array, "B 2 S"] | None,
+    row_document: Int[Array, "B 1 S"] | None,
     do: Float[Array, "B T HV*V"],
     chunk_states: Float[Array, "B HV chunks K V"],
     dstates: Float[Array, "B N HV K V"],
@@ -61,14 +69,14 @@ def backward(
         q.dtype if blocks.sharing == 1 else jnp.float32,
     )
     grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
+        num_scalar_prefetch=3,
         grid=blocks.grid,
         in_specs=[
             blocks.keys(),
             blocks.keys(),
             blocks.values(),
             blocks.gates(),
-            None if runs is None else blocks.runs(),
+            None if row_document is None else blocks.row_document(),
             blocks.values(),
             blocks.per_chunk(*sizes),
             blocks.states(),
@@ -92,13 +100,13 @@ def backward(
             jax.ShapeDtypeStruct(g.shape, g.dtype),
             jax.ShapeDtypeStruct(dstates.shape, dstates.dtype),
         ],
-        input_output_aliases={7 + (runs is not None): 4},
+        input_output_aliases={9 + (row_document is not None): 4},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes,
         ),
         name="simple_gla_backward",
-    )(step_documents, q, k, v, g, runs, do, chunk_states, dstates)
+    )(*prefetched, q, k, v, g, row_document, do, chunk_states, dstates)
 
 
 def _kernel(
@@ -106,12 +114,14 @@ def _kernel(
     scale,
     l2norm,
     precision,
-    step_documents,
+    documents,
+    padding,
+    chunk_ends,
     q,
     k,
     v,
     g,
-    runs,
+    row_document,
     do,
     chunk_states,
     dfinal_state,
@@ -122,20 +132,19 @@ def _kernel(
     dinitial_state,
     dstate,
 ):
-    first, last = document_ends(blocks, step_documents)
+    first, last = document_ends(blocks, documents)
 
     @pl.when(last)
     def _():
         dstate[...] = dfinal_state[...]
 
-    clear_padding(blocks, runs, q, k, v, do)
+    clear_padding(blocks, padding, row_document, q, k, v, do)
     dtype = q.dtype
 
     @functools.cache
     def decay(chunk):
-        rows = chunk_rows(chunk)
-        documents = Documents.of(None if runs is None else runs[:1, rows])
-        return ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
+        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        return ChunkDecay(g[:, chunk_rows(chunk)], documents, exact=dtype == jnp.float32)
 
     @functools.cache
     def key_head(chunk, j):
@@ -210,7 +219,7 @@ def _kernel(
         for chunk in reversed(range(blocks.chunks)):
             yield from value_head(chunk, h)
 
-    lockstep(map(head, range(blocks.heads)))
+    lockstep(map(head, range(blocks.heads)), skew=1)
     for chunk in range(blocks.chunks):
         dG = jnp.concatenate([cumulated[chunk, h] for h in range(blocks.heads)], axis=0)
         dg[:, chunk_rows(chunk)] = decay(chunk).gradient(dG)

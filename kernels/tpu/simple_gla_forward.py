@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lanes, widen
 from .call import pallas_call
-from .decay import ChunkDecay, Documents
+from .decay import ChunkDecay, chunk_documents
 from .dots import dot
 from .lockstep import lockstep
 from .norm import normalize
@@ -32,26 +32,26 @@ def forward(
     l2norm: bool,
     precision: jax.lax.Precision | None,
     vmem_limit_bytes: int,
-    step_documents: Int[Array, " B*steps"],
+    prefetched: tuple[Array, ...],
     q: Float[Array, "B T H*K"],
     k: Float[Array, "B T H*K"],
     v: Float[Array, "B T HV*V"],
     g: Float[Array, "B HV/heads heads S"],
-    runs: Int[Array, "B 2 S"] | None,
+    row_document: Int[Array, "B 1 S"] | None,
     states: Float[Array, "B N HV K V"],
 ):
     """Outputs `[B, T, HV*V]`, chunk states `[B, HV, chunks, K, V]` and the new `states`."""
     sizes = (blocks.key_size, blocks.value_size)
     chunk_states = (blocks.batch, blocks.value_heads, blocks.num_chunks, *sizes)
     grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
+        num_scalar_prefetch=3,
         grid=blocks.grid,
         in_specs=[
             blocks.keys(),
             blocks.keys(),
             blocks.values(),
             blocks.gates(),
-            None if runs is None else blocks.runs(),
+            None if row_document is None else blocks.row_document(),
             blocks.states(),
         ],
         out_specs=[blocks.values(), blocks.per_chunk(*sizes), blocks.states()],
@@ -65,13 +65,13 @@ def forward(
             jax.ShapeDtypeStruct(chunk_states, v.dtype),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
         ],
-        input_output_aliases={5 + (runs is not None): 2},
+        input_output_aliases={7 + (row_document is not None): 2},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes,
         ),
         name="simple_gla_forward",
-    )(step_documents, q, k, v, g, runs, states)
+    )(*prefetched, q, k, v, g, row_document, states)
 
 
 def _kernel(
@@ -79,32 +79,33 @@ def _kernel(
     scale,
     l2norm,
     precision,
-    step_documents,
+    documents,
+    padding,
+    chunk_ends,
     q,
     k,
     v,
     g,
-    runs,
+    row_document,
     initial_state,
     o,
     chunk_states,
     final_state,
     state,
 ):
-    first, last = document_ends(blocks, step_documents)
+    first, last = document_ends(blocks, documents)
 
     @pl.when(first)
     def _():
         state[...] = initial_state[...]
 
-    clear_padding(blocks, runs, q, k, v)
+    clear_padding(blocks, padding, row_document, q, k, v)
     dtype = q.dtype
 
     @functools.cache
     def decay(chunk):
-        rows = chunk_rows(chunk)
-        documents = Documents.of(None if runs is None else runs[:1, rows])
-        return ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
+        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        return ChunkDecay(g[:, chunk_rows(chunk)], documents, exact=dtype == jnp.float32)
 
     @functools.cache
     def key_head(chunk, j):
@@ -139,7 +140,7 @@ def _kernel(
         for chunk in range(blocks.chunks):
             yield from value_head(chunk, h)
 
-    lockstep(map(head, range(blocks.heads)))
+    lockstep(map(head, range(blocks.heads)), skew=1)
 
     @pl.when(last)
     def _():

@@ -40,7 +40,7 @@ TABLE: dict[str, dict[str, Tuning]] = {
         "v4": Tuning(4, 1, 16 * MIB),
         "v5e": Tuning(16, 1, 64 * MIB),
         "v5p": Tuning(8, 1, 48 * MIB),
-        "v6e": Tuning(16, 1, 64 * MIB),
+        "v6e": Tuning(16, 2, 64 * MIB),
         "7x": Tuning(16, 1, 48 * MIB),
     },
     "simple_gla_backward": {
