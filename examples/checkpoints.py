@@ -1,15 +1,28 @@
 """Checkpoints of a run: model, optimizer and place in the data, whole or not at all."""
 
+import dataclasses
 import shutil
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grain
+import jax
+import numpy as np
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a run updates, saves and restores together."""
+
+    model: nnx.Module
+    optimizer: nnx.Optimizer
+    data: grain.DatasetIterator
 
 
 class Checkpoints:
@@ -32,7 +45,6 @@ class Checkpoints:
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
-        self._last_saved: int | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -45,21 +57,23 @@ class Checkpoints:
     ) -> None:
         self._checkpointer.close()
 
-    def save(
-        self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, data: grain.DatasetIterator
-    ) -> None:
-        """Save what the run is after `step`, unless that is saved already."""
-        if step == self._last_saved:
-            return
+    def save(self, step: int, training: Training) -> None:
+        """Save what a run is after `step`."""
         self._checkpointer.save_checkpointables_async(
-            step, _checkpointables(model, optimizer, data), force=True
+            step,
+            _parts(training),
+            custom_metadata={
+                "checksum": _checksum(
+                    nnx.state(training.model),
+                    nnx.state(training.optimizer),
+                    training.data.get_state(),
+                )
+            },
+            force=True,
         )
-        self._last_saved = step
 
-    def restore(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, data: grain.DatasetIterator
-    ) -> int:
-        """Bring the three to the newest checkpoint that can be read.
+    def restore(self, training: Training) -> int:
+        """Bring a run to the newest checkpoint that can be read.
 
         Newer ones, which cannot, are moved aside and reported.
 
@@ -72,14 +86,13 @@ class Checkpoints:
         unreadable: dict[int, str] = {}
         for checkpoint in reversed(self._checkpointer.checkpoints):
             try:
-                loaded = self._load(checkpoint.step, model, optimizer, data)
+                model, optimizer = self._load(checkpoint.step, training)
             except Exception as error:  # whatever a damaged file makes the readers raise
-                unreadable[checkpoint.step] = _first_line(error)
+                unreadable[checkpoint.step] = _root_cause(error)
                 continue
             self._move_aside(unreadable, checkpoint.step)
-            nnx.update(model, loaded["model"])
-            nnx.update(optimizer, loaded["optimizer"])
-            self._last_saved = checkpoint.step
+            nnx.update(training.model, model)
+            nnx.update(training.optimizer, optimizer)
             return checkpoint.step
         if unreadable:
             step, reason = next(iter(unreadable.items()))
@@ -89,10 +102,13 @@ class Checkpoints:
             )
         return 0
 
-    def _load(self, step, model, optimizer, data) -> Mapping[str, Any]:
-        return self._checkpointer.load_checkpointables(
-            step, _checkpointables(model, optimizer, data)
-        )
+    def _load(self, step: int, training: Training) -> tuple[nnx.State, nnx.State]:
+        metadata = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        loaded = self._checkpointer.load_checkpointables(step, _parts(training))
+        model, optimizer = loaded["model"], loaded["optimizer"]
+        if _checksum(model, optimizer, training.data.get_state()) != metadata["checksum"]:
+            raise ValueError("the numbers are not those that were saved")
+        return model, optimizer
 
     def _move_aside(self, unreadable: Mapping[int, str], good: int) -> None:
         for step, reason in unreadable.items():
@@ -109,13 +125,24 @@ class Checkpoints:
             self._checkpointer.reload()
 
 
-def _checkpointables(model, optimizer, data) -> dict[str, Any]:
-    return {"model": nnx.state(model), "optimizer": nnx.state(optimizer), "data": data}
+def _parts(training: Training) -> dict[str, Any]:
+    return {
+        "model": nnx.state(training.model),
+        "optimizer": nnx.state(training.optimizer),
+        "data": training.data,
+    }
 
 
-def _first_line(error: Exception) -> str:
-    return (
-        f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        if str(error)
-        else type(error).__name__
-    )
+def _checksum(*trees: Any) -> int:
+    """CRC-32 of all the numbers, as the array files (tensorstore 0.1.86) do not notice a change."""
+    checksum = 0
+    for leaf in jax.tree.leaves(trees):
+        checksum = zlib.crc32(np.asarray(leaf).tobytes(), checksum)
+    return checksum
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:200]}"

@@ -5,6 +5,7 @@ byte is predicted from something. Rows are one token longer than the model's con
 `sequence_length` tokens are its inputs, the last `sequence_length` its targets.
 """
 
+import dataclasses
 import glob
 import hashlib
 import json
@@ -22,50 +23,42 @@ VOCAB_SIZE = 257
 Rows = tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]
 
 
-def load_documents(patterns: Sequence[str]) -> list[bytes]:
-    """Documents of the files that `patterns` name, or of Python's own manual without any.
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Documents to train on, and documents to measure with.
+
+    Attributes:
+        training: the text but for its end.
+        held_out: its end.
+        sha256: of all the documents, and of where each ends.
+    """
+
+    training: tuple[bytes, ...]
+    held_out: tuple[bytes, ...]
+    sha256: str
+
+
+def load_text(patterns: Sequence[str], held_out_bytes: int) -> Text:
+    """The documents of the files that `patterns` name, or of Python's own manual without any.
 
     Args:
         patterns: paths or globs. A `.jsonl` file holds one document a line, under "text"; any
             other file is one document.
+        held_out_bytes: length of the end that is not trained on; it may begin in the midst of a
+            document.
 
     Raises:
         ValueError: a pattern matches no file; a file cannot be read, is empty, or is not what its
-            name says.
+            name says; less than half of the text would be left to train on.
     """
-    if not patterns:
-        return _python_manual()
-    return [document for path in _matches(patterns) for document in _read(path)]
-
-
-def hold_out_tail(documents: Sequence[bytes], size: int) -> tuple[list[bytes], list[bytes]]:
-    """Split the last `size` bytes off, in the midst of a document if need be.
-
-    Raises:
-        ValueError: less than half of the text would be left to train on.
-    """
-    total = sum(map(len, documents))
-    if not 0 < size <= total // 2:
-        raise ValueError(
-            f"held_out_bytes must be from 1 to half of the text's {total} bytes, got {size}"
-        )
-    train, tail = list(documents), []
-    while size > 0:
-        document = train.pop()
-        cut = max(len(document) - size, 0)
-        tail.append(document[cut:])
-        size -= len(document) - cut
-        if cut:
-            train.append(document[:cut])
-    return train, tail[::-1]
-
-
-def digest(documents: Iterable[bytes]) -> str:
-    """SHA-256 of the documents and of where each ends."""
+    if patterns:
+        documents = [document for path in _matches(patterns) for document in _read(path)]
+    else:
+        documents = _python_manual()
     hashed = hashlib.sha256()
     for document in documents:
         hashed.update(len(document).to_bytes(8, "little") + document)
-    return hashed.hexdigest()
+    return Text(*_hold_out_tail(documents, held_out_bytes), hashed.hexdigest())
 
 
 def training_stream(
@@ -73,26 +66,43 @@ def training_stream(
 ) -> grain.DatasetIterator:
     """An endless stream of packed batches, shuffled anew each epoch, whose place can be saved.
 
-    Documents are cut into pieces of a row's length, so that neighbours in a batch are strangers;
-    what is left over at their ends shares rows.
+    The rows are made beforehand and fetched by index, so that a place is one number. (grain's own
+    packing, of a stream, holds back a whole epoch where documents fill their rows.)
 
     Returns:
-        An iterator of dictionaries of `tokens` and `tokens_segment_ids`, int32
+        An iterator of dictionaries of `tokens` and `segment_ids`, int32
         `[batch_size, sequence_length + 1]`.
     """
-    length = sequence_length + 1
-    pieces = [
-        {"tokens": tokens[start : start + length]}
-        for tokens in map(_tokens, documents)
-        for start in range(0, len(tokens), length)
-    ]
-    dataset = grain.MapDataset.source(pieces).seed(seed).shuffle().repeat()
-    # The pieces lie in memory: grain's reader threads would only cost.
-    stream = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    stream = grain.experimental.ConcatThenSplitIterDataset(
-        stream, length_struct={"tokens": length}, split_full_length_features=False
+    tokens, segment_ids = pack(documents, sequence_length + 1)
+    rows = grain.MapDataset.range(len(tokens)).seed(seed).shuffle().repeat()
+    batches = rows.map(lambda i: {"tokens": tokens[i], "segment_ids": segment_ids[i]}).batch(
+        batch_size
     )
-    return iter(stream.batch(batch_size, drop_remainder=True))
+    # The rows lie in memory: reader threads would only cost.
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+
+def pack(documents: Sequence[bytes], length: int) -> Rows:
+    """Rows that hold every token of the documents once.
+
+    A document fills as many rows as it can; what is left of it shares rows with what is left of
+    others.
+
+    Returns:
+        Tokens and segment ids (0 for the padding at the very end), `[rows, length]`.
+    """
+    full, rest = [], []
+    for tokens in map(_tokens, documents):
+        cut = len(tokens) // length * length
+        full.append(tokens[:cut])
+        rest.append(tokens[cut:])
+    tokens = np.concatenate(full + rest)
+    segments = np.repeat(np.arange(1, len(rest) + 1), list(map(len, rest)))
+    segment_ids = np.concatenate([np.ones(len(tokens) - len(segments), int), segments])
+    padding = (0, -len(tokens) % length)
+    return tuple(
+        np.pad(x, padding).astype(np.int32).reshape(-1, length) for x in (tokens, segment_ids)
+    )
 
 
 def evaluation_rows(documents: Sequence[bytes], sequence_length: int) -> Rows:
@@ -122,6 +132,25 @@ def decode(tokens: Iterable[int]) -> str:
     return bytes(t for t in tokens if t != DOCUMENT_START).decode("utf-8", errors="replace")
 
 
+def _hold_out_tail(
+    documents: Sequence[bytes], size: int
+) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    total = sum(map(len, documents))
+    if not 0 < size <= total // 2:
+        raise ValueError(
+            f"held_out_bytes must be from 1 to half of the text's {total} bytes, got {size}"
+        )
+    training, tail = list(documents), []
+    while size > 0:
+        document = training.pop()
+        cut = max(len(document) - size, 0)
+        tail.append(document[cut:])
+        size -= len(document) - cut
+        if cut:
+            training.append(document[:cut])
+    return tuple(training), tuple(reversed(tail))
+
+
 def _tokens(document: bytes) -> Int32[np.ndarray, " T"]:
     return np.concatenate(([DOCUMENT_START], np.frombuffer(document, np.uint8))).astype(np.int32)
 
@@ -135,9 +164,9 @@ def _python_manual() -> list[bytes]:
     seen: set[str] = set()
     documents = []
     for name in sorted(topics.topics):
-        paragraphs = [p for p in topics.topics[name].split("\n\n") if p not in seen]
+        paragraphs = dict.fromkeys(topics.topics[name].strip().split("\n\n"))
+        documents.append("\n\n".join(p for p in paragraphs if p not in seen).encode())
         seen.update(paragraphs)
-        documents.append("\n\n".join(paragraphs).encode())
     return [document for document in documents if document]
 
 

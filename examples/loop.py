@@ -6,16 +6,15 @@ import math
 import time
 from collections.abc import Callable
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checkpoints import Checkpoints
+from checkpoints import Checkpoints, Training
 from data import Rows
 from flax import nnx
 from interrupts import Interrupts
 from jaxtyping import Array, Float, Int
-from metrics import Metrics
+from metrics import Metrics, Row
 from tqdm import tqdm
 
 from gla_layers import LanguageModel
@@ -39,11 +38,13 @@ class Schedule:
     eval_every: int
     checkpoint_every: int
 
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what happens every so many steps, and at the end, happens at `step`."""
+        return step % every == 0 or step == self.steps
+
 
 def train(
-    model: LanguageModel,
-    optimizer: nnx.Optimizer,
-    data: grain.DatasetIterator,
+    training: Training,
     *,
     start: int,
     schedule: Schedule,
@@ -60,41 +61,58 @@ def train(
     Returns:
         The last step taken, which is saved.
     """
-    losses: list[list[jax.Array]] = []
-    began = time.perf_counter()
-    with tqdm(total=schedule.steps, initial=start, unit="step") as bar:
+    pending = PendingLosses()
+    with tqdm(total=schedule.steps, initial=start, unit="step") as progress:
         for step in range(start + 1, schedule.steps + 1):
-            losses.append([])
             for _ in range(schedule.accumulate):
-                batch = next(data)
-                tokens, segment_ids = batch["tokens"], batch["tokens_segment_ids"]
-                losses[-1].append(train_step(model, optimizer, tokens, segment_ids))
-
-            stop = step == schedule.steps or interrupts.received is not None
-            evaluates = step % schedule.eval_every == 0 or step == schedule.steps
-            saves = step % schedule.checkpoint_every == 0 or stop
-            # The first step, which compiles, is timed by itself.
-            if not (step == start + 1 or step % schedule.log_every == 0 or evaluates or saves):
+                batch = next(training.data)
+                loss = train_step(training.model, training.optimizer, **batch)
+                pending.add(step, loss, batch["tokens"][:, 1:].size)
+            interrupted = interrupts.received is not None
+            evaluates = schedule.is_due(step, schedule.eval_every)
+            saves = interrupted or schedule.is_due(step, schedule.checkpoint_every)
+            # The first step compiles, and is timed by itself.
+            first = step == start + 1
+            if not (first or evaluates or saves or schedule.is_due(step, schedule.log_every)):
                 continue
-            bits = [float(np.mean(step_losses)) / math.log(2) for step_losses in losses]
-            num_tokens = len(losses) * schedule.accumulate * tokens[:, 1:].size
-            speed = num_tokens / (time.perf_counter() - began)
-            rows = [
-                {"step": step - len(bits) + i, "bits_per_byte": value, "tokens_per_second": speed}
-                for i, value in enumerate(bits, start=1)
-            ]
+            rows = pending.rows()
             if evaluates:
-                rows[-1]["eval_bits_per_byte"] = evaluate(model)
+                rows[-1]["eval_bits_per_byte"] = evaluate(training.model)
             metrics.write(rows)
-            bar.update(len(rows))
-            bar.set_postfix(bits_per_byte=f"{bits[-1]:.3f}", tokens_per_second=f"{speed:.0f}")
+            progress.update(len(rows))
+            progress.set_postfix(
+                bits_per_byte=f"{rows[-1]['bits_per_byte']:.3f}",
+                tokens_per_second=f"{rows[-1]['tokens_per_second']:.0f}",
+            )
             if saves:
-                checkpoints.save(step, model, optimizer, data)
-            if stop:
+                checkpoints.save(step, training)
+            if interrupted:
                 return step
-            losses = []
-            began = time.perf_counter()
-    return start
+            pending = PendingLosses()
+    return schedule.steps
+
+
+class PendingLosses:
+    """Losses that may still be under way on the device, so that it is not waited for each step."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, list[jax.Array]] = {}
+        self._num_tokens = 0
+        self._began = time.perf_counter()
+
+    def add(self, step: int, loss: jax.Array, num_tokens: int) -> None:
+        """Note one batch's loss in nats; a step may have several."""
+        self._losses.setdefault(step, []).append(loss)
+        self._num_tokens += num_tokens
+
+    def rows(self) -> list[Row]:
+        """Wait for the losses; a row of metrics for each step."""
+        bits = {step: np.mean(losses) / math.log(2) for step, losses in self._losses.items()}
+        speed = self._num_tokens / (time.perf_counter() - self._began)
+        return [
+            {"step": step, "bits_per_byte": float(mean), "tokens_per_second": speed}
+            for step, mean in bits.items()
+        ]
 
 
 @functools.partial(nnx.jit, donate_argnums=(0, 1))

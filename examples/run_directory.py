@@ -17,7 +17,8 @@ class RunDirectory:
 
         Args:
             path: the directory; made if there is none.
-            config: what the run depends on, of JSON types.
+            config: what the run depends on, of JSON types. It may change as long as nothing is
+                saved.
             may_change: fields of `config` that may differ when a run goes on.
 
         Raises:
@@ -27,12 +28,12 @@ class RunDirectory:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            before = _read(path / "config.json")
+            before = _read(path / "run.json")
             if before is None:
                 _check_empty(path)
-            else:
+            elif _has_begun(path) or before.keys() != config.keys():
                 _check_same(path, before, config, may_change)
-            write_json(path / "config.json", config)
+            write_json(path / "run.json", config)
         except OSError as error:
             raise ValueError(f"run_dir {path} cannot be written: {error.strerror}") from error
 
@@ -65,11 +66,17 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record
 
 
+def _has_begun(path: Path) -> bool:
+    """Whether anything is saved that another config would contradict."""
+    checkpoints = path / "checkpoints"
+    return checkpoints.is_dir() and any(entry.name.isdigit() for entry in checkpoints.iterdir())
+
+
 def _check_empty(path: Path) -> None:
     found = sorted(entry.name for entry in path.iterdir() if entry.suffix != ".tmp")
     if found:
         raise ValueError(
-            f"run_dir must be new, empty or an earlier run, but {path} has no config.json and "
+            f"run_dir must be new, empty or an earlier run, but {path} has no run.json and "
             f"holds {', '.join(found[:5])}"
         )
 

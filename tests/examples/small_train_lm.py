@@ -1,0 +1,23 @@
+"""`examples/train_lm.py` with a model that compiles in a moment, for tests in a process apart."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import train_lm
+
+from gla_layers import language_model_config
+
+language_model_config.PRESETS = {
+    "tiny": {
+        "vocab_size": 257,
+        "hidden_size": 16,
+        "num_layers": 1,
+        "intermediate_size": 16,
+        "mixer_options": {"attention": {"num_heads": 1}, "simple_gla": {"num_heads": 1}},
+    }
+}
+
+if __name__ == "__main__":
+    train_lm.main()

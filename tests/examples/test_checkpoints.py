@@ -1,0 +1,166 @@
+"""Checkpoints: whole, bit for bit, and what happens to damaged ones."""
+
+import gc
+
+import data
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoints import Checkpoints, Training
+from flax import nnx
+
+WIDTH = 300
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def collect_garbage():
+    """Where one part cannot be loaded orbax never awaits the others, which warns when collected."""
+    yield
+    gc.collect()
+
+
+class Stack(nnx.Module):
+    """Layers in a list, whose numbers are the keys of the state."""
+
+    def __init__(self, width, rngs):
+        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(3)])
+
+
+def make_training(seed=0, width=WIDTH):
+    model = Stack(width, nnx.Rngs(seed))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2, mu_dtype=jnp.bfloat16), wrt=nnx.Param)
+    rows = data.training_stream([b"text" * 50], sequence_length=7, batch_size=2, seed=0)
+    return Training(model, optimizer, rows)
+
+
+def advance(training):
+    next(training.data)
+    gradients = jax.tree.map(jnp.ones_like, nnx.state(training.model, nnx.Param))
+    training.optimizer.update(training.model, gradients)
+
+
+def leaves(training):
+    arrays = jax.tree.leaves_with_path((nnx.state(training.model), nnx.state(training.optimizer)))
+    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays}
+
+
+def assert_same(actual, expected):
+    actual_leaves, expected_leaves = leaves(actual), leaves(expected)
+    assert actual_leaves.keys() == expected_leaves.keys()
+    for name, array in expected_leaves.items():
+        assert actual_leaves[name].dtype == array.dtype, name
+        assert actual_leaves[name].tobytes() == array.tobytes(), name
+    np.testing.assert_array_equal(next(actual.data)["tokens"], next(expected.data)["tokens"])
+
+
+def save(directory, steps):
+    """A run that is saved after each of the steps."""
+    training = make_training()
+    with Checkpoints(directory) as checkpoints:
+        for step in range(1, max(steps) + 1):
+            advance(training)
+            if step in steps:
+                checkpoints.save(step, training)
+    return training
+
+
+def restore(directory, training):
+    with Checkpoints(directory) as checkpoints:
+        return checkpoints.restore(training)
+
+
+def damage(directory, step, how):
+    """Flip a byte of, or shorten, what holds the model's arrays."""
+    path = max(
+        (directory / str(step) / "model").rglob("ocdbt.process_0/d/*"),
+        key=lambda p: p.stat().st_size,
+    )
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content if how == "flipped" else content[: len(content) // 2])
+
+
+def test_nothing_saved_restores_step_0(tmp_path):
+    training = make_training()
+    assert restore(tmp_path / "checkpoints", training) == 0
+    assert_same(training, make_training())
+
+
+def test_a_fresh_process_gets_every_bit_back(tmp_path):
+    saved = save(tmp_path, {3, 4})
+    restored = make_training(seed=1)
+    assert restore(tmp_path, restored) == 4
+    assert_same(restored, saved)
+
+
+def test_the_newest_two_stay(tmp_path):
+    save(tmp_path, {1, 2, 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+@pytest.mark.parametrize("how", ["flipped", "shortened"])
+def test_a_damaged_checkpoint_is_moved_aside_for_the_one_before(how, tmp_path, capfd):
+    directory = tmp_path / "checkpoints"
+    save(directory, {3, 4})
+    damage(directory, 4, how)
+    training = make_training(seed=1)
+    with Checkpoints(directory) as checkpoints:
+        assert checkpoints.restore(training) == 3
+        message = capfd.readouterr().err
+        assert "checkpoint of step 4 cannot be read" in message
+        assert "goes on from step 3" in message
+        assert (tmp_path / "unreadable" / "4").is_dir()
+        advance(training)
+        checkpoints.save(4, training)
+    whole = make_training()
+    for _ in range(4):
+        advance(whole)
+    assert_same(training, whole)
+    again = make_training(seed=2)
+    assert restore(directory, again) == 4
+    advance(training)
+    advance(again)
+    assert_same(again, training)
+
+
+def test_without_a_readable_one_nothing_is_touched(tmp_path):
+    save(tmp_path, {3, 4})
+    for step in (3, 4):
+        damage(tmp_path, step, "flipped")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"none of steps \[3, 4\] in .* can; step 4: "):
+        restore(tmp_path, make_training())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_checkpoints_of_another_model_are_refused(tmp_path):
+    save(tmp_path, {3})
+    with pytest.raises(ValueError, match=r"none of steps \[3\]"):
+        restore(tmp_path, make_training(width=8))
+
+
+def test_a_foreign_directory_is_refused(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"none of steps \[7\]"):
+        restore(tmp_path, make_training())
+    assert (tmp_path / "7" / "notes.txt").read_text() == "mine"
+
+
+def test_what_a_killed_save_leaves_is_no_hindrance(tmp_path):
+    saved = save(tmp_path, {3})
+    (tmp_path / "4.orbax-checkpoint-tmp" / "model").mkdir(parents=True)
+    restored = make_training(seed=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(restored) == 3
+        for training in (saved, restored):
+            advance(training)
+        checkpoints.save(4, restored)
+    again = make_training(seed=2)
+    assert restore(tmp_path, again) == 4
+    next(saved.data), next(again.data)
+    assert_same(again, saved)
