@@ -13,6 +13,10 @@ def _exact_gelu(x):
     return jax.nn.gelu(x, approximate=False)
 
 
+def _identity(x):
+    return x
+
+
 def _squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
@@ -20,6 +24,7 @@ def _squared_relu(x):
 ACTIVATIONS: Mapping[str, Activation] = {
     "elu": jax.nn.elu,
     "gelu": _exact_gelu,
+    "identity": _identity,
     "relu": jax.nn.relu,
     "sigmoid": jax.nn.sigmoid,
     "silu": jax.nn.silu,

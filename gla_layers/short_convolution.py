@@ -3,10 +3,18 @@
     y_t = act(bias + sum_j kernel[j] x_(t - W + 1 + j)),   j = 0 .. W - 1
 
 A token sees its own document only: what lies before the document's start is 0 or, for a row's
-first document, the history that the state holds. Written as W shifted products, which a TPU does
-in its vector unit in one pass; a depthwise `lax.conv` would leave the matrix unit nearly idle.
+first document, the history that the state holds. The backward pass keeps x alone and computes
+
+    p_t       = act'(...) dy_t,   in x's dtype
+    dx_t      = sum_j kernel[j] p_(t + W - 1 - j)
+    dkernel_j = sum_t p_t x_(t - W + 1 + j)
+
+Both are W shifted products in one pass over the tokens, which on a v5e costs a quarter of a
+depthwise `lax.conv`. Left to autodiff, the backward pass costs half as much again and keeps six
+times as many bytes as x has.
 """
 
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -52,7 +60,7 @@ class ShortConvolution(nnx.Module):
         *,
         kernel_size: int = 4,
         use_bias: bool = False,
-        activation: str | None = "silu",
+        activation: str = "silu",
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -67,7 +75,7 @@ class ShortConvolution(nnx.Module):
             features: channels.
             kernel_size: W, the number of tokens that an output sees.
             use_bias: whether there is a bias per channel.
-            activation: by name, or None.
+            activation: by name; "identity" for none.
             dtype: of the output; None takes the one that x and the kernel promote to.
             param_dtype: of the parameters.
             kernel_init: initializer of the kernel `[kernel_size, features]`.
@@ -87,9 +95,7 @@ class ShortConvolution(nnx.Module):
         self.kernel_size = kernel_size
         self.activation = activation
         self.dtype = dtype
-        self._activation = (
-            None if activation is None else activation_named("activation", activation)
-        )
+        self._activation = activation_named("activation", activation)
         self.kernel = nnx.Param(
             kernel_init(rngs.params(), (kernel_size, features), param_dtype), **kernel_metadata
         )
@@ -128,27 +134,64 @@ class ShortConvolution(nnx.Module):
         if state is not None:
             check_state(state, jax.eval_shape(lambda: self.init_state(x.shape[0])))
         packing = None if segment_ids is None else Packing.from_segment_ids(segment_ids)
-        inputs = _with_history(x, state, packing, self.kernel_size - 1)
-        y = self._convolve(inputs, packing).astype(
-            self.dtype or jnp.result_type(x, self.kernel[...])
-        )
+        size = self.kernel_size - 1
+        inputs = _with_history(x, state, packing, size)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        kernel = self.kernel[...].astype(wide)
+        bias = jnp.zeros_like(kernel[0]) if self.bias is None else self.bias[...].astype(wide)
+        document = None if packing is None else _pad_left(packing.document, size)
+        y = _convolve(self._activation, inputs, kernel, bias, document)
+        y = y.astype(self.dtype or jnp.result_type(x, self.kernel[...]))
         if state is None:
             return y
-        return y, _history(inputs, packing, self.kernel_size - 1).astype(jnp.float32)
+        return y, _history(inputs, packing, size).astype(jnp.float32)
 
-    def _convolve(self, inputs, packing):
-        length = inputs.shape[1] - self.kernel_size + 1
-        wide = jnp.promote_types(inputs.dtype, jnp.float32)
-        kernel = self.kernel[...].astype(wide)
-        y = jnp.zeros((), wide) if self.bias is None else self.bias[...].astype(wide)
-        for tap in range(self.kernel_size):
-            shifted = inputs[:, tap : tap + length]
-            if packing is not None:
-                document = _pad_left(packing.document, self.kernel_size - 1)
-                same_document = document[:, tap : tap + length] == packing.document
-                shifted = jnp.where(same_document[..., None], shifted, 0)
-            y = y + kernel[tap] * shifted.astype(wide)
-        return y if self._activation is None else self._activation(y)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolve(activation, inputs, kernel, bias, document):
+    """`inputs` and `document` start W - 1 tokens before the outputs; the result is float32."""
+    return activation(bias + _taps(inputs, kernel, document, kernel.shape[0] - 1))
+
+
+def _convolve_forward(activation, inputs, kernel, bias, document):
+    saved = inputs, kernel, bias, document
+    return _convolve(activation, *saved), saved
+
+
+def _convolve_backward(activation, saved, dy):
+    inputs, kernel, bias, document = saved
+    size = kernel.shape[0] - 1
+    _, activation_vjp = jax.vjp(activation, bias + _taps(inputs, kernel, document, size))
+    (p,) = activation_vjp(dy)
+    dbias = jnp.sum(p, axis=(0, 1))
+    p = p.astype(inputs.dtype)
+    around = jnp.pad(p, ((0, 0), (size, size), (0, 0)))
+    after = None if document is None else jnp.pad(document, ((0, 0), (0, size)))
+    dinputs = _taps(around, kernel[::-1], after, 0).astype(inputs.dtype)
+    windows = _windows(inputs, kernel.shape[0], document, size)
+    dkernel = jnp.stack([jnp.sum(p.astype(dy.dtype) * x, axis=(0, 1)) for x in windows])
+    return dinputs, dkernel, dbias, None
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+def _taps(x, kernel, document, center):
+    """Sum of the windows of x, each times its row of the kernel."""
+    windows = _windows(x, kernel.shape[0], document, center)
+    return sum(row * window for row, window in zip(kernel, windows, strict=True))
+
+
+def _windows(x, count, document, center):
+    """x from token 0, 1, ... on, with zeros for other documents than the center window's."""
+    length = x.shape[1] - count + 1
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    for start in range(count):
+        window = x[:, start : start + length].astype(wide)
+        if document is not None:
+            same = document[:, start : start + length] == document[:, center : center + length]
+            window = jnp.where(same[..., None], window, 0)
+        yield window
 
 
 def _with_history(x, state, packing, size):

@@ -123,7 +123,7 @@ class SimpleGLA(LinearAttention):
             rngs=rngs,
         )
         self.feature_map = feature_map
-        self._feature_map = None if feature_map is None else activation("feature_map", feature_map)
+        self._feature_map = activation("feature_map", feature_map or "identity")
         self.gate_logit_normalizer = gate_logit_normalizer
         self.gk_proj = self._linear(
             hidden_size,
@@ -146,6 +146,4 @@ class SimpleGLA(LinearAttention):
         group = self.heads.query // self.heads.key
         if group > 1:
             k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-        if self._feature_map is not None:
-            q, k = self._feature_map(q), self._feature_map(k)
-        return q, k, v
+        return self._feature_map(q), self._feature_map(k), v
