@@ -57,10 +57,21 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, forward and backward."""
+    """One way to compute an op, forward and backward.
+
+    `outputs_only` is `forward` without residuals, for an implementation that would else write
+    them whether or not they are used: a kernel's outputs are not dead code.
+    """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    outputs_only: Callable[..., Any] | None = None
+
+    def outputs(self, *arguments: Any) -> Any:
+        """The outputs of a call that will not be differentiated."""
+        if self.outputs_only is not None:
+            return self.outputs_only(*arguments)
+        return self.forward(*arguments)[0]
 
 
 class Operation:
@@ -181,8 +192,7 @@ class Operation:
         return self._core(options, tokens, states, packing, chunk_document)
 
     def _primal(self, options, tokens, states, packing, chunk_document):
-        outputs, _ = self._dispatch("forward", options, tokens, states, packing, chunk_document)
-        return outputs
+        return self._dispatch("outputs", options, tokens, states, packing, chunk_document)
 
     def _forward(self, options, tokens, states, packing, chunk_document):
         inputs = (tokens, states, packing, chunk_document)
