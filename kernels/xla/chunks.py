@@ -21,6 +21,10 @@ from jaxtyping import Array, Bool, Float
 from ..operation import Options
 from ..packing import CHUNK, Packing
 
+SUBLANES = 8
+"""Tokens that a TPU keeps together in one tile. Moved as a whole, heads and tokens are exchanged
+in one copy of tiles; left to itself, the compiler makes two copies of some tensors."""
+
 SMALLEST_DECAY = -128.0
 """exp of it is 0 in float32: any g below acts the same, and -inf - -inf never arises."""
 
@@ -61,19 +65,23 @@ def storage_dtype(*arrays: Array) -> jnp.dtype:
 
 def to_chunks(x: Float[Array, "B T H *D"], packing: Packing | None) -> Float[Array, "B H N C *D"]:
     """Cut rows into chunks, with zeros for padding tokens and for the end of the last chunk."""
-    if packing is not None:
-        x = jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
-    batch, length, *rest = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -length % CHUNK)) + ((0, 0),) * len(rest))
-    return jnp.moveaxis(x.reshape(batch, -1, CHUNK, *rest), 3, 1)
+    x = _zero_padding(x, packing)
+    batch, length, heads, *size = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -length % CHUNK)) + ((0, 0),) * (x.ndim - 2))
+    x = jnp.moveaxis(x.reshape(batch, -1, SUBLANES, heads, *size), 3, 1)
+    return x.reshape(batch, heads, -1, CHUNK, *size)
 
 
 def from_chunks(
     x: Float[Array, "B H N C *D"], length: int, packing: Packing | None
 ) -> Float[Array, "B T H *D"]:
-    """Undo `to_chunks`: padding tokens get zeros."""
-    x = jnp.moveaxis(x, 1, 3)
-    x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    """Undo `to_chunks`; padding tokens get zeros."""
+    batch, heads, _, _, *size = x.shape
+    x = jnp.moveaxis(x.reshape(batch, heads, -1, SUBLANES, *size), 1, 3)
+    return _zero_padding(x.reshape(batch, -1, heads, *size)[:, :length], packing)
+
+
+def _zero_padding(x, packing):
     if packing is None:
         return x
     return jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
@@ -152,18 +160,20 @@ class HeadDecay:
         """
         g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
         coarse = jnp.round(g * 1024) / 1024
-        parts = jnp.stack([coarse, g - coarse])
-        total = _sum_over_documents("bnij,pbhrnj->pbhrni", documents, parts)
+        coarse, fine = (
+            _sum_over_documents("bnij,bhrnj->bhrni", documents, x) for x in (coarse, g - coarse)
+        )
 
-        def decay(mask, log):
+        def decay(mask, difference):
             mask = mask[:, None, None]
-            return jnp.where(mask, jnp.exp(jnp.where(mask, log[0] + log[1], 0)), 0)
+            log = difference(coarse) + difference(fine)
+            return jnp.where(mask, jnp.exp(jnp.where(mask, log, 0)), 0)
 
         return cls(
-            between=decay(documents.causal, total[..., :, None] - total[..., None, :]),
-            entering=decay(documents.enters, total),
-            leaving=decay(documents.leaves, total[..., -1:] - total),
-            passing=decay(documents.passes, total[..., -1]),
+            between=decay(documents.causal, lambda x: x[..., :, None] - x[..., None, :]),
+            entering=decay(documents.enters, lambda x: x),
+            leaving=decay(documents.leaves, lambda x: x[..., -1:] - x),
+            passing=decay(documents.passes, lambda x: x[..., -1]),
         )
 
 
@@ -209,34 +219,44 @@ def _inverse_norm(x):
     return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def scan_states(step, states, chunk_document, inputs, *, reverse=False):
-    """Carry the states of documents over the chunks.
+def carry_states(
+    step, states, added, inputs, chunk_document, *, reverse=False
+) -> tuple[Float[Array, "B N HV K V"], Float[Array, "B H R chunks K V"]]:
+    """Carry the states of documents over the chunks: S <- step(S, *inputs of n) + added of n.
+
+    The states that entered the chunks take the place of `added` in memory: a scan's own output
+    would be as large again, and a TPU fills it with zeros first.
 
     Args:
-        step: from a state [B, H, R, K, V] and one chunk's inputs to the new state and outputs.
-        states: [B, N, H, R, K, V], one state per document.
+        step: from a state [B, H, R, K, V] and one chunk's inputs to what is left of the state.
+        states: [B, N, HV, K, V], one state per document.
+        added: [B, H, R, chunks, K, V], float32.
+        inputs: arrays [B, H, R, chunks, ...].
         chunk_document: [B, chunks], the state that each chunk reads and updates; None: the one.
-        inputs: tuple of arrays [B, H, R, chunks, ...], outputs alike.
         reverse: from the last chunk to the first.
 
     Returns:
-        The new states and the outputs.
+        The new states, and for each chunk the state that entered it.
     """
-    chunks_first = tuple(jnp.moveaxis(x, 3, 0) for x in inputs)
-    if chunk_document is None:
-        state, outputs = jax.lax.scan(step, states[:, 0], chunks_first, reverse=reverse)
-        states = state[:, None]
-    else:
-        row = jnp.arange(states.shape[0])
+    shape = states.shape
+    states = states.reshape(*shape[:2], *added.shape[1:3], *shape[3:])
+    added, *inputs = (jnp.moveaxis(x, 3, 0) for x in (added, *inputs))
+    count = added.shape[0]
+    row = jnp.arange(shape[0])
 
-        def step_in_document(states, chunk):
-            document, inputs = chunk
-            state, outputs = step(states[row, document], inputs)
-            return states.at[row, document].set(state), outputs
+    def body(i, carry):
+        states, entered = carry
+        n = count - 1 - i if reverse else i
+        document = None if chunk_document is None else (row, chunk_document[:, n])
+        state = states[:, 0] if chunk_document is None else states[document]
+        new_state = step(state, *(x[n] for x in inputs)) + entered[n]
+        entered = jax.lax.dynamic_update_index_in_dim(entered, state, n, 0)
+        if chunk_document is None:
+            return new_state[:, None], entered
+        return states.at[document].set(new_state), entered
 
-        chunks = (chunk_document.T, chunks_first)
-        states, outputs = jax.lax.scan(step_in_document, states, chunks, reverse=reverse)
-    return states, tuple(jnp.moveaxis(x, 0, 3) for x in outputs)
+    states, entered = jax.lax.fori_loop(0, count, body, (states, added))
+    return states.reshape(shape), jnp.moveaxis(entered, 0, 3)
 
 
 def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "... C C"]:
