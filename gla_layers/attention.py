@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from .configuration import check_heads, check_sizes
+from .configuration import check_heads, check_layer_options, check_sizes
 from .inputs import check_inputs, check_state, mask_padding
 from .kernels.packing import Packing
 from .linear_attention import default_kernel_init
@@ -80,6 +80,7 @@ class Attention(nnx.Module):
             check_heads("hidden_size", hidden_size, "num_heads", num_heads)
             head_dim = hidden_size // num_heads
         check_sizes(head_dim=head_dim)
+        check_layer_options(sharding, None)
         if rope_theta is not None and (head_dim % 2 or rope_theta <= 0):
             raise ValueError(
                 "rope_theta must be None, or positive with an even head_dim, "

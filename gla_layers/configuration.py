@@ -1,5 +1,8 @@
 """Checks of a layer's configuration."""
 
+from .kernels.arguments import IMPLEMENTATIONS, MAX_HEAD_SIZE
+from .sharding import ShardingConfig
+
 
 def check_sizes(**sizes: int) -> None:
     """Check that the named arguments are integers of at least 1.
@@ -23,11 +26,36 @@ def check_heads(name: str, heads: int, divisor_name: str, divisor: int) -> None:
         raise ValueError(f"{name} must be a multiple of {divisor_name} = {divisor}, got {heads}")
 
 
-def expanded_size(name: str, factor: float, size_name: str, size: int, heads: int = 1) -> int:
-    """`factor * size / heads`, the size of a head, where that is an integer.
+def check_key_size(name: str, size: int) -> None:
+    """Check that the ops take a query and key head of this size, which comes from an argument.
 
     Raises:
-        ValueError: it is not, or it is below 1.
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if size > MAX_HEAD_SIZE:
+        raise ValueError(f"{name} must make key heads of at most {MAX_HEAD_SIZE}, got {size}")
+
+
+def value_blocks(name: str, size: int) -> int:
+    """How many value heads of the op a value head of this size, from an argument, makes.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    blocks = -(-size // MAX_HEAD_SIZE)
+    if size % blocks:
+        raise ValueError(
+            f"{name} must make value heads of at most {MAX_HEAD_SIZE}, or such that {blocks} equal "
+            f"parts are, got {size}"
+        )
+    return blocks
+
+
+def expanded_size(name: str, factor: float, size_name: str, size: int, heads: int = 1) -> int:
+    """`factor * size / heads`, the size of a head, where that is a whole number.
+
+    Raises:
+        ValueError: it is not.
     """
     exact = factor * size / heads
     rounded = round(exact)
@@ -38,3 +66,15 @@ def expanded_size(name: str, factor: float, size_name: str, size: int, heads: in
             f"got {factor} * {size}{over} = {exact}"
         )
     return rounded
+
+
+def check_layer_options(sharding: ShardingConfig, implementation: str | None) -> None:
+    """Check the options that every layer takes and uses only when it is called.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if not isinstance(sharding, ShardingConfig):
+        raise ValueError(f"sharding must be a ShardingConfig, got {sharding!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")

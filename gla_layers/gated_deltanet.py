@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from .configuration import check_heads, check_sizes, expanded_size
+from .activations import activation
+from .configuration import (
+    check_heads,
+    check_key_size,
+    check_layer_options,
+    check_sizes,
+    expanded_size,
+    value_blocks,
+)
 from .decay_init import inverse_softplus_step, log_uniform_rate
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_gated_delta_rule, recurrent_gated_delta_rule
@@ -96,12 +104,25 @@ class GatedDeltaNet(LinearAttention):
             ValueError: a size, count or name is wrong.
         """
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        check_sizes(hidden_size=hidden_size, head_dim=head_dim, conv_size=conv_size)
+        check_sizes(
+            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, conv_size=conv_size
+        )
+        check_key_size("head_dim", head_dim)
+        check_layer_options(sharding, implementation)
         check_heads("num_v_heads", num_v_heads, "num_heads", num_heads)
         head_v_dim = expanded_size("expand_v", expand_v, "head_dim", head_dim)
+        activation("gate_activation", gate_activation)
         super().__init__(
             hidden_size,
-            heads=Heads(num_heads, num_heads, num_v_heads, num_v_heads, head_dim, head_v_dim),
+            heads=Heads(
+                query=num_heads,
+                key=num_heads,
+                value=num_v_heads,
+                output=num_v_heads,
+                key_size=head_dim,
+                value_size=head_v_dim,
+                value_blocks=value_blocks("expand_v", head_v_dim),
+            ),
             norm=GatedRMSNorm(
                 head_v_dim,
                 epsilon=norm_eps,

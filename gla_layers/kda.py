@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from .configuration import check_heads, check_sizes, expanded_size
+from .configuration import (
+    check_heads,
+    check_key_size,
+    check_layer_options,
+    check_sizes,
+    expanded_size,
+    value_blocks,
+)
 from .decay_init import inverse_softplus_step, log_uniform_rate
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_kda, recurrent_kda
@@ -99,7 +106,11 @@ class KDA(LinearAttention):
             ValueError: a size, count or bound is wrong.
         """
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        check_sizes(hidden_size=hidden_size, head_dim=head_dim, conv_size=conv_size)
+        check_sizes(
+            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, conv_size=conv_size
+        )
+        check_key_size("head_dim", head_dim)
+        check_layer_options(sharding, implementation)
         check_heads("num_v_heads", num_v_heads, "num_heads", num_heads)
         head_v_dim = expanded_size("expand_v", expand_v, "head_dim", head_dim)
         if lower_bound is not None and not lower_bound < 0:
@@ -108,7 +119,15 @@ class KDA(LinearAttention):
             raise ValueError(f"safe_gate needs a lower_bound in [-5, 0), got {lower_bound}")
         super().__init__(
             hidden_size,
-            heads=Heads(num_heads, num_heads, num_v_heads, num_v_heads, head_dim, head_v_dim),
+            heads=Heads(
+                query=num_heads,
+                key=num_heads,
+                value=num_v_heads,
+                output=num_v_heads,
+                key_size=head_dim,
+                value_size=head_v_dim,
+                value_blocks=value_blocks("expand_v", head_v_dim),
+            ),
             norm=GatedRMSNorm(
                 head_v_dim,
                 epsilon=norm_eps,
@@ -144,7 +163,7 @@ class KDA(LinearAttention):
 
     def _gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T HV *K"], ...]:
         logits = self.f_proj(x) + self.dt_bias[...]
-        logits = logits.reshape(*x.shape[:2], self.heads.state, self.heads.key_size)
+        logits = logits.reshape(*x.shape[:2], self.heads.output, self.heads.key_size)
         rate = jnp.exp(self.A_log[...])[:, None]
         if self.lower_bound is None:
             decay = -rate * jax.nn.softplus(logits)

@@ -29,14 +29,20 @@ default_kernel_init = nnx.initializers.lecun_normal()
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Number and size of a layer's heads; `state` is the number of recurrent matrices."""
+    """Number and size of a layer's heads.
+
+    An output head, whose number is that of the larger group, has a decay and a state of its own.
+    Columns of a state do not meet each other, so a value head that is too large for the op goes
+    through it as `value_blocks` heads with the same gates.
+    """
 
     query: int
     key: int
     value: int
-    state: int
+    output: int
     key_size: int
     value_size: int
+    value_blocks: int
 
 
 class Bottleneck(nnx.Module):
@@ -94,7 +100,7 @@ class LinearAttention(nnx.Module):
             self.k_conv1d = self._convolution(key_features, conv_bias, rngs)
             self.v_conv1d = self._convolution(value_features, conv_bias, rngs)
         self.o_norm = norm
-        output_features = heads.state * heads.value_size
+        output_features = heads.output * heads.value_size
         self.o_proj = self._linear(output_features, hidden_size, sharding.out_kernel, rngs)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> LinearAttentionState:
@@ -107,7 +113,8 @@ class LinearAttention(nnx.Module):
         """
         del max_length
         heads = self.heads
-        shape = (batch_size, heads.state, heads.key_size, heads.value_size)
+        state_heads = heads.output * heads.value_blocks
+        shape = (batch_size, state_heads, heads.key_size, heads.value_size // heads.value_blocks)
         return LinearAttentionState(
             convolution=tuple(conv.init_state(batch_size) for conv in self._convolutions()),
             recurrent=jnp.zeros(shape, jnp.float32),
@@ -142,6 +149,7 @@ class LinearAttention(nnx.Module):
         x = mask_padding(x, segment_ids, one_document=state is not None)
         (q, k, v), convolution = self._project(x, state, segment_ids)
         o, recurrent = self._mix(x, q, k, v, state, segment_ids)
+        o = o.reshape(*o.shape[:2], self.heads.output, self.heads.value_size)
         o = self.o_norm(o, self._output_gate(x))
         y = self.o_proj(o.reshape(*o.shape[:2], -1))
         if state is None:
@@ -163,7 +171,12 @@ class LinearAttention(nnx.Module):
         return self._split_heads(*outputs), histories
 
     def _mix(self, x, q, k, v, state, segment_ids):
-        tokens = q, k, v, *self._gates(x)
+        blocks = self.heads.value_blocks
+        v = v.reshape(*v.shape[:2], -1, self.heads.value_size // blocks)
+        gates = self._gates(x)
+        if blocks > 1:
+            gates = (jnp.repeat(gate, blocks, axis=2) for gate in gates)
+        tokens = q, k, v, *gates
         options = {
             "segment_ids": segment_ids,
             "qk_l2norm": self._qk_l2norm,
@@ -189,7 +202,7 @@ class LinearAttention(nnx.Module):
     def _output_gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T HV V"] | None:
         if self.g_proj is None:
             return None
-        return self.g_proj(x).reshape(*x.shape[:2], self.heads.state, self.heads.value_size)
+        return self.g_proj(x).reshape(*x.shape[:2], self.heads.output, self.heads.value_size)
 
     def _without_convolution(self, x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
         return jax.nn.silu(x)

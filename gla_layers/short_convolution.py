@@ -9,9 +9,9 @@ first document, the history that the state holds. The backward pass keeps x alon
     dx_t      = sum_j kernel[j] p_(t + W - 1 - j)
     dkernel_j = sum_t p_t x_(t - W + 1 + j)
 
-Both are W shifted products in one pass over the tokens, which on a v5e costs a quarter of a
-depthwise `lax.conv`. Left to autodiff, the backward pass costs half as much again and keeps six
-times as many bytes as x has.
+Both are W shifted products in one pass over the tokens: on a v5e a quarter of the cycles of a
+depthwise `lax.conv`. With autodiff's backward pass the two cost 1.4 times as much, and keep five
+times x's bytes.
 """
 
 import functools
@@ -25,6 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .activations import activation as activation_named
+from .configuration import check_sizes
 from .inputs import check_inputs, check_state
 from .kernels.packing import Packing
 
@@ -87,10 +88,7 @@ class ShortConvolution(nnx.Module):
         Raises:
             ValueError: a size below 1, or an unknown activation.
         """
-        if features < 1:
-            raise ValueError(f"features must be at least 1, got {features}")
-        if kernel_size < 1:
-            raise ValueError(f"kernel_size must be at least 1, got {kernel_size}")
+        check_sizes(features=features, kernel_size=kernel_size)
         self.features = features
         self.kernel_size = kernel_size
         self.activation = activation

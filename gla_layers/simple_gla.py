@@ -9,7 +9,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from .activations import activation
-from .configuration import check_heads, check_sizes, expanded_size
+from .configuration import (
+    check_heads,
+    check_key_size,
+    check_layer_options,
+    check_sizes,
+    expanded_size,
+    value_blocks,
+)
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_simple_gla, recurrent_simple_gla
 from .linear_attention import Heads, LinearAttention, default_kernel_init
@@ -97,13 +104,27 @@ class SimpleGLA(LinearAttention):
             ValueError: a size, count or name is wrong.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_sizes(hidden_size=hidden_size, conv_size=conv_size)
+        check_sizes(hidden_size=hidden_size, num_heads=num_heads, conv_size=conv_size)
         check_heads("num_heads", num_heads, "num_kv_heads", num_kv_heads)
         head_k_dim = expanded_size("expand_k", expand_k, "hidden_size", hidden_size, num_heads)
+        check_key_size("expand_k", head_k_dim)
         head_v_dim = expanded_size("expand_v", expand_v, "hidden_size", hidden_size, num_heads)
+        check_layer_options(sharding, implementation)
+        activation("gate_fn", gate_fn)
+        feature_map_function = activation("feature_map", feature_map or "identity")
+        if not gate_logit_normalizer > 0:
+            raise ValueError(f"gate_logit_normalizer must be above 0, got {gate_logit_normalizer}")
         super().__init__(
             hidden_size,
-            heads=Heads(num_heads, num_kv_heads, num_kv_heads, num_heads, head_k_dim, head_v_dim),
+            heads=Heads(
+                query=num_heads,
+                key=num_kv_heads,
+                value=num_kv_heads,
+                output=num_heads,
+                key_size=head_k_dim,
+                value_size=head_v_dim,
+                value_blocks=value_blocks("expand_v", head_v_dim),
+            ),
             norm=GatedRMSNorm(
                 head_v_dim,
                 epsilon=norm_eps,
@@ -123,7 +144,7 @@ class SimpleGLA(LinearAttention):
             rngs=rngs,
         )
         self.feature_map = feature_map
-        self._feature_map = activation("feature_map", feature_map or "identity")
+        self._feature_map = feature_map_function
         self.gate_logit_normalizer = gate_logit_normalizer
         self.gk_proj = self._linear(
             hidden_size,

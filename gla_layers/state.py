@@ -16,7 +16,8 @@ class LinearAttentionState:
     Attributes:
         convolution: the last `conv_size - 1` inputs of the short convolutions of q, k and v, each
             `[B, conv_size - 1, channels]`, oldest first; empty for a layer without convolutions.
-        recurrent: the matrix that each head reads and writes, `[B, heads, K, V]`.
+        recurrent: the matrix that each head reads and writes, `[B, heads, K, V]`; a head with a
+            value size above 256 has several, of equal parts of its values.
     """
 
     convolution: tuple[Float[Array, "B W-1 _"], ...]

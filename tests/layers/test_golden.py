@@ -1,9 +1,14 @@
 """The layers against flash-linear-attention's, run in float64."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
+from gla_layers import GatedDeltaNet
 
 from .golden import error, load
 from .mixers import compiled, run
@@ -69,3 +74,22 @@ def test_decoding(case):
     for name, history in zip("qkv", state.convolution, strict=True):
         recorded = np.swapaxes(golden[f"conv_state/{name}"], -1, -2)[:, 1:]
         assert error(history, recorded) < FORWARD, name
+
+
+@pytest.mark.parametrize("case", ["gdn_default", "kda_default", "sgla_default"])
+def test_value_heads_in_blocks(case):
+    # As value heads larger than the op's largest go through it.
+    golden = load(case, implementation="reference")
+    golden.layer.heads = dataclasses.replace(golden.layer.heads, value_blocks=2)
+    y, state = run(golden.layer, golden["x"], golden.layer.init_state(2))
+    assert error(y, golden["y"]) < FORWARD
+    blocks = np.split(np.swapaxes(golden["recurrent_state_v_first"], -1, -2), 2, axis=-1)
+    assert error(state.recurrent, np.stack(blocks, axis=2).reshape(state.recurrent.shape)) < FORWARD
+
+
+def test_default_sizes():
+    # Six value heads of 512, each with two states, as in the paper's models.
+    layer = nnx.eval_shape(lambda: GatedDeltaNet(rngs=nnx.Rngs(0)))
+    assert jax.eval_shape(lambda: layer.init_state(1)).recurrent.shape == (1, 12, 256, 256)
+    x = jax.ShapeDtypeStruct((1, 3, 2048), jnp.float32)
+    assert jax.eval_shape(lambda layer, x: layer(x), layer, x).shape == x.shape
