@@ -9,15 +9,16 @@ import train_lm
 
 from gla_layers import language_model_config
 
-language_model_config.PRESETS = {
+PRESETS = {
     "tiny": {
         "vocab_size": 257,
         "hidden_size": 16,
-        "num_layers": 1,
+        "num_layers": 2,
         "intermediate_size": 16,
         "mixer_options": {"attention": {"num_heads": 1}, "simple_gla": {"num_heads": 1}},
     }
 }
 
 if __name__ == "__main__":
+    language_model_config.PRESETS = PRESETS
     train_lm.main()
