@@ -57,7 +57,11 @@ class Bottleneck(nnx.Module):
 
 
 class LinearAttention(nnx.Module):
-    """Base of the layers: a subclass adds its op, its gates and their parameters."""
+    """Base of the layers.
+
+    A subclass adds its op (`_chunk` and `_recurrent`), what the op takes beside q, k and v
+    (`_gates`), the parameters of these, and the output gate's projection (`g_proj`, or None).
+    """
 
     _chunk: ClassVar[Callable[..., Any]]
     _recurrent: ClassVar[Callable[..., Any]]
@@ -235,7 +239,7 @@ class LinearAttention(nnx.Module):
             kernel_init=self.kernel_init,
             preferred_element_type=preferred_element_type,
             kernel_metadata=metadata(spec),
-            bias_metadata=metadata(self.sharding.features) if use_bias else {},
+            bias_metadata=metadata(self.sharding.features),
             rngs=rngs,
         )
 
@@ -260,6 +264,6 @@ class LinearAttention(nnx.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             kernel_metadata=metadata(self.sharding.convolution_kernel),
-            bias_metadata=metadata(self.sharding.features) if use_bias else {},
+            bias_metadata=metadata(self.sharding.features),
             rngs=rngs,
         )

@@ -28,8 +28,6 @@ compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 
 def make(name: str, **options) -> nnx.Module:
     """A mixer with normal parameters: initializers, called one by one, take seconds to compile."""
-    if name in LINEAR:
-        options = {"implementation": "reference"} | options
     layer = nnx.eval_shape(lambda: CLASSES[name](**options, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(1)
     return fill(layer, lambda path, p: rng.normal(size=p.shape, scale=HIDDEN**-0.5))

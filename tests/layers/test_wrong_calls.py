@@ -15,11 +15,8 @@ CONFIGURATIONS = [
     (GatedDeltaNet, {"num_v_heads": 7}, r"num_v_heads must be a multiple of num_heads = 6, got 7"),
     (GatedDeltaNet, {"head_dim": 10, "expand_v": 1.25}, r"expand_v must make .* = 12.5"),
     (GatedDeltaNet, {"head_dim": 10, "expand_v": 0.01}, r"expand_v must make .* = 0.1"),
-    (
-        GatedDeltaNet,
-        {"head_dim": 256, "expand_v": 3},
-        r"expand_v must make .* 1 to 256, got .* = 768",
-    ),
+    (GatedDeltaNet, {"head_dim": 257}, r"head_dim must make key heads of at most 256, got 257"),
+    (GatedDeltaNet, {"head_dim": 107, "expand_v": 5}, r"expand_v must make .* 3 equal parts.* 535"),
     (GatedDeltaNet, {"conv_size": 0}, r"conv_size must be an integer of at least 1, got 0"),
     (GatedDeltaNet, {"gate_activation": "softmax"}, r"gate_activation must be one of"),
     (GatedDeltaNet, {"implementation": "cuda"}, r"implementation must be one of .* got 'cuda'"),
