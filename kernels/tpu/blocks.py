@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..packing import CHUNK, Packing
@@ -29,6 +30,7 @@ class Blocks:
         heads: value heads a block.
         chunks: chunks a block.
         reverse: whether the grid walks through time backwards.
+        vmem_limit_bytes: see `Tuning`.
     """
 
     batch: int
@@ -39,14 +41,14 @@ class Blocks:
     value_size: int
     heads: int
     chunks: int
-    reverse: bool = False
+    reverse: bool
+    vmem_limit_bytes: int
 
     @classmethod
     def of(
         cls,
         q: Float[Array, "B T H K"],
         v: Float[Array, "B T HV V"],
-        dtype: jnp.dtype,
         tuning: Tuning,
         *,
         one_chunk: bool,
@@ -61,12 +63,22 @@ class Blocks:
         value_heads, value_size = v.shape[2:]
         for unit in (LANES // 2, LANES):
             sizes = tuple(pl.cdiv(size, unit) * unit for size in (key_size, value_size))
-            limit = tuning.for_heads(max(sizes), jnp.dtype(dtype).itemsize).heads
+            limit = tuning.heads_of(max(sizes))
             heads = heads_per_block(value_heads, key_heads, sizes, limit)
             if heads <= limit:
                 break
         chunks = 1 if one_chunk else min(tuning.chunks, pl.cdiv(length, CHUNK))
-        return cls(batch, length, key_heads, value_heads, *sizes, heads, chunks, reverse)
+        return cls(
+            batch,
+            length,
+            key_heads,
+            value_heads,
+            *sizes,
+            heads,
+            chunks,
+            reverse,
+            tuning.vmem_limit_bytes,
+        )
 
     @property
     def group(self) -> int:
@@ -97,6 +109,13 @@ class Blocks:
     @property
     def grid(self) -> tuple[int, int, int]:
         return self.batch, self.value_heads // self.heads, self.steps
+
+    @property
+    def compiler_params(self) -> pltpu.CompilerParams:
+        return pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=self.vmem_limit_bytes,
+        )
 
     def time(self, step):
         """The block in time that a grid step works on."""

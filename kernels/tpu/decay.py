@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..packing import CHUNK
 from .blocks import Blocks, chunk_rows, column, iota
-from .dots import EXACT, NT, dot
+from .dots import NT, dot
 
 LOWEST = -128.0
 """exp of it is exactly 0 in float32: a decay below acts the same."""
@@ -51,7 +51,7 @@ class Documents:
             same &= documents == document
             self.first = _bound(documents == before)
             self.last = _bound(documents == documents[CHUNK - 1 :])
-        self.summed = same.astype(jnp.float32)
+        self.summed = same.astype(jnp.bfloat16)
         self.pairs = _bound(same)
 
 
@@ -85,7 +85,7 @@ class ChunkDecay:
         """Cumulate g, at least `LOWEST`; `exact` for float32 accuracy at any decay."""
         self.documents = documents
         parts = split(g) if exact else (g,)
-        self.rows = [dot(x, self.documents.summed, EXACT, NT) for x in parts]
+        self.rows = [dot(x, self.documents.summed, contraction=NT) for x in parts]
         self.columns = [x.T for x in self.rows]
 
     def head(self, head: int) -> HeadDecay:
@@ -105,7 +105,7 @@ class ChunkDecay:
 
     def gradient(self, d_cumulated: Float[Array, "heads C"]) -> Float[Array, "heads C"]:
         """The gradient of g from that of G."""
-        return dot(d_cumulated, self.documents.summed, EXACT)
+        return dot(d_cumulated, self.documents.summed)
 
 
 def split(g: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:

@@ -15,38 +15,41 @@ from .tuning import tuning
 
 def forward(options, tokens, states, packing, chunk_document):
     """See `operation.py`. Residual: the state before each chunk, `[B, HV, chunks, K, V]`."""
+    o, states, chunk_states = _forward(options, tokens, states, packing, chunk_document, save=True)
+    return (o, states), {"states": chunk_states}
+
+
+def outputs(options, tokens, states, packing, chunk_document):
+    """`forward` without the residual, a fifth of its traffic."""
+    return _forward(options, tokens, states, packing, chunk_document, save=False)[:2]
+
+
+def _forward(options, tokens, states, packing, chunk_document, *, save):
     q, k, v, _ = tokens
-    kernel = "simple_gla_forward"
     dtype = _compute_dtype(q, k, v)
-    blocks = Blocks.of(q, v, dtype, tuning(kernel), one_chunk=chunk_document is not None)
-    o, chunk_states, states = simple_gla_forward.forward(
+    one_chunk = chunk_document is not None
+    blocks = Blocks.of(q, v, tuning("simple_gla_forward"), one_chunk=one_chunk)
+    o, *states = simple_gla_forward.forward(
         blocks,
-        options.scale,
-        options.qk_l2norm,
-        options.precision,
-        tuning(kernel).vmem_limit_bytes,
+        options,
+        save,
         *_inputs(blocks, dtype, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
     o = o.reshape(*v.shape[:3], -1)[..., : v.shape[3]].astype(v.dtype)
-    sizes = (..., slice(q.shape[3]), slice(v.shape[3]))
-    return (o, states[sizes]), {"states": chunk_states[sizes]}
+    return o, *(x if x is None else x[..., : q.shape[3], : v.shape[3]] for x in states)
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
     """See `operation.py`."""
     q, k, v, _ = tokens
-    kernel = "simple_gla_backward"
     dtype = _compute_dtype(q, k, v)
-    blocks = Blocks.of(
-        q, v, dtype, tuning(kernel), one_chunk=chunk_document is not None, reverse=True
-    )
+    one_chunk = chunk_document is not None
+    tuned = tuning("simple_gla_backward")
+    blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, reverse=True)
     dq, dk, dv, dg, dstates = simple_gla_backward.backward(
         blocks,
-        options.scale,
-        options.qk_l2norm,
-        options.precision,
-        tuning(kernel).vmem_limit_bytes,
+        options,
         *_inputs(blocks, dtype, tokens, packing, chunk_document),
         _tokens(do, blocks.value_size, dtype),
         pad_states(residuals["states"], blocks),

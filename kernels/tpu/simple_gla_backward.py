@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from ..operation import Options
 from ..packing import CHUNK
 from .blocks import (
     Blocks,
@@ -45,10 +46,7 @@ from .norm import normalize, normalize_gradient
 
 def backward(
     blocks: Blocks,
-    scale: float,
-    l2norm: bool,
-    precision: jax.lax.Precision | None,
-    vmem_limit_bytes: int,
+    options: Options,
     prefetched: tuple[Array, ...],
     q: Float[Array, "B T H*K"],
     k: Float[Array, "B T H*K"],
@@ -69,7 +67,7 @@ def backward(
         q.dtype if blocks.sharing == 1 else jnp.float32,
     )
     grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3,
+        num_scalar_prefetch=len(prefetched),
         grid=blocks.grid,
         in_specs=[
             blocks.keys(),
@@ -90,8 +88,9 @@ def backward(
         ],
         scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
     )
+    operands = (*prefetched, q, k, v, g, row_document, do, chunk_states, dstates)
     return pallas_call(
-        functools.partial(_kernel, blocks, scale, l2norm, precision),
+        functools.partial(_kernel, blocks, options),
         grid_spec=grid_spec,
         out_shape=[
             dq,
@@ -100,20 +99,15 @@ def backward(
             jax.ShapeDtypeStruct(g.shape, g.dtype),
             jax.ShapeDtypeStruct(dstates.shape, dstates.dtype),
         ],
-        input_output_aliases={9 + (row_document is not None): 4},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=vmem_limit_bytes,
-        ),
+        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 4},
+        compiler_params=blocks.compiler_params,
         name="simple_gla_backward",
-    )(*prefetched, q, k, v, g, row_document, do, chunk_states, dstates)
+    )(*operands)
 
 
 def _kernel(
     blocks,
-    scale,
-    l2norm,
-    precision,
+    options,
     documents,
     padding,
     chunk_ends,
@@ -151,10 +145,10 @@ def _kernel(
         index = chunk_rows(chunk), lanes(j, blocks.key_size)
         norms = (None, None)
         qj, kj = q[index], k[index]
-        if l2norm:
+        if options.qk_l2norm:
             (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
             qj, kj, norms = qj.astype(dtype), kj.astype(dtype), (q_norm, k_norm)
-        return qj, kj, norms, dot(qj, kj, precision, NT)
+        return qj, kj, norms, dot(qj, kj, options.precision, NT)
 
     key_gradients = {}
     cumulated = {}
@@ -163,10 +157,10 @@ def _kernel(
         index = chunk_rows(chunk), lanes(h, blocks.value_size)
         qh, kh, _, scores = key_head(chunk, h // blocks.group)
         vh, doh = v[index], do[index]
-        dscores = dot(doh, vh, precision, NT)
+        dscores = dot(doh, vh, options.precision, NT)
         yield
         pairs, start, end, total = decay(chunk).head(h)
-        pairs, start = scale * pairs, scale * start
+        pairs, start = options.scale * pairs, options.scale * start
         attention, dattention = (scores * pairs).astype(dtype), (dscores * pairs).astype(dtype)
         key_end, key_start = widen(end, blocks.key_size), widen(start, blocks.key_size)
         value_end, value_start = widen(end, blocks.value_size), widen(start, blocks.value_size)
@@ -176,20 +170,20 @@ def _kernel(
         dv[index] = dot(
             jnp.concatenate([attention.T, (kh * key_end).astype(dtype)], axis=1),
             jnp.concatenate([doh, d_after], axis=0),
-            precision,
+            options.precision,
         ).astype(dtype)
         yield
         carried = widen(total, blocks.value_size) * after
-        dstate[h] = carried + dot((qh * key_start).astype(dtype).T, doh, precision)
+        dstate[h] = carried + dot((qh * key_start).astype(dtype).T, doh, options.precision)
         yield
-        dk_write = dot((vh * value_end).astype(dtype), d_after, precision, NT)
+        dk_write = dot((vh * value_end).astype(dtype), d_after, options.precision, NT)
         yield
-        dkh = dk_write + dot(dattention.T, qh, precision)
+        dkh = dk_write + dot(dattention.T, qh, options.precision)
         yield
         dqh = dot(
             jnp.concatenate([dattention, (doh * value_start).astype(dtype)], axis=1),
             jnp.concatenate([kh, before.T], axis=0),
-            precision,
+            options.precision,
         )
         yield
         cancelling = (qh * dqh - kh * dkh).T
@@ -211,7 +205,7 @@ def _kernel(
             return
         qj, kj, norms, _ = key_head(chunk, j)
         for ref, x, norm, gradient in zip((dq, dk), (qj, kj), norms, gradients, strict=True):
-            if l2norm:
+            if options.qk_l2norm:
                 gradient = normalize_gradient(x, norm, gradient)
             ref[chunk_rows(chunk), lanes(j, blocks.key_size)] = gradient.astype(ref.dtype)
 

@@ -3,7 +3,7 @@
 Per value head and chunk of C tokens, with the decays of `decay.py` and the chunk's initial state S:
 
     A  = (q k^T) * pairs                         [C, C]
-    o  = scale [q * start | A] [S; v]            one product of depth K + C
+    o  = scale [A | q * start] [v; S]            one product of depth C + K
     S <- total S + k^T (end * v)
 
 Saved for the backward: S before each chunk, in the compute dtype. Recomputing the states would
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from ..operation import Options
 from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lanes, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
@@ -28,10 +29,8 @@ from .norm import normalize
 
 def forward(
     blocks: Blocks,
-    scale: float,
-    l2norm: bool,
-    precision: jax.lax.Precision | None,
-    vmem_limit_bytes: int,
+    options: Options,
+    save: bool,
     prefetched: tuple[Array, ...],
     q: Float[Array, "B T H*K"],
     k: Float[Array, "B T H*K"],
@@ -39,12 +38,14 @@ def forward(
     g: Float[Array, "B HV/heads heads S"],
     row_document: Int[Array, "B 1 S"] | None,
     states: Float[Array, "B N HV K V"],
-):
-    """Outputs `[B, T, HV*V]`, chunk states `[B, HV, chunks, K, V]` and the new `states`."""
+) -> tuple[
+    Float[Array, "B T HV*V"], Float[Array, "B N HV K V"], Float[Array, "B HV chunks K V"] | None
+]:
+    """Outputs, new states and, with `save`, the state before each chunk."""
     sizes = (blocks.key_size, blocks.value_size)
     chunk_states = (blocks.batch, blocks.value_heads, blocks.num_chunks, *sizes)
     grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3,
+        num_scalar_prefetch=len(prefetched),
         grid=blocks.grid,
         in_specs=[
             blocks.keys(),
@@ -54,31 +55,31 @@ def forward(
             None if row_document is None else blocks.row_document(),
             blocks.states(),
         ],
-        out_specs=[blocks.values(), blocks.per_chunk(*sizes), blocks.states()],
+        out_specs=[
+            blocks.values(),
+            blocks.states(),
+            blocks.per_chunk(*sizes) if save else None,
+        ],
         scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
     )
+    operands = (*prefetched, q, k, v, g, row_document, states)
     return pallas_call(
-        functools.partial(_kernel, blocks, scale, l2norm, precision),
+        functools.partial(_kernel, blocks, options),
         grid_spec=grid_spec,
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(chunk_states, v.dtype),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
+            jax.ShapeDtypeStruct(chunk_states, v.dtype) if save else None,
         ],
-        input_output_aliases={7 + (row_document is not None): 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=vmem_limit_bytes,
-        ),
+        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 1},
+        compiler_params=blocks.compiler_params,
         name="simple_gla_forward",
-    )(*prefetched, q, k, v, g, row_document, states)
+    )(*operands)
 
 
 def _kernel(
     blocks,
-    scale,
-    l2norm,
-    precision,
+    options,
     documents,
     padding,
     chunk_ends,
@@ -89,8 +90,8 @@ def _kernel(
     row_document,
     initial_state,
     o,
-    chunk_states,
     final_state,
+    chunk_states,
     state,
 ):
     first, last = document_ends(blocks, documents)
@@ -111,10 +112,10 @@ def _kernel(
     def key_head(chunk, j):
         index = chunk_rows(chunk), lanes(j, blocks.key_size)
         qj, kj = q[index], k[index]
-        if l2norm:
+        if options.qk_l2norm:
             qj, kj = (normalize(x)[0].astype(dtype) for x in (qj, kj))
         keys = kj.T
-        return qj, keys, dot(qj, keys, precision)
+        return qj, keys, dot(qj, keys, options.precision)
 
     def value_head(chunk, h):
         index = chunk_rows(chunk), lanes(h, blocks.value_size)
@@ -122,18 +123,19 @@ def _kernel(
         yield
         pairs, start, end, total = decay(chunk).head(h)
         before = state[h]
-        chunk_states[h, chunk] = before.astype(dtype)
+        if chunk_states is not None:
+            chunk_states[h, chunk] = before.astype(dtype)
         reads = (qh * widen(start, blocks.key_size)).astype(dtype)
         attention = (scores * pairs).astype(dtype)
         oh = dot(
-            jnp.concatenate([reads, attention], axis=1),
-            jnp.concatenate([before.astype(dtype), v[index]], axis=0),
-            precision,
+            jnp.concatenate([attention, reads], axis=1),
+            jnp.concatenate([v[index], before.astype(dtype)], axis=0),
+            options.precision,
         )
         yield
-        o[index] = (scale * oh).astype(dtype)
+        o[index] = (options.scale * oh).astype(dtype)
         writes = (v[index] * widen(end, blocks.value_size)).astype(dtype)
-        state[h] = widen(total, blocks.value_size) * before + dot(keys, writes, precision)
+        state[h] = widen(total, blocks.value_size) * before + dot(keys, writes, options.precision)
         yield
 
     def head(h):

@@ -16,7 +16,7 @@ class Tuning:
     """What one grid step holds.
 
     Attributes:
-        heads: value heads of 128 bfloat16 channels; larger ones count for more.
+        heads: value heads of at most 128 channels; fewer larger ones.
         chunks: chunks.
         vmem_limit_bytes: vector memory that the kernel may take.
     """
@@ -25,10 +25,9 @@ class Tuning:
     chunks: int
     vmem_limit_bytes: int
 
-    def for_heads(self, size: int, itemsize: int) -> "Tuning":
-        """The same amount of data in heads of `size` channels of `itemsize` bytes."""
-        weight = max(1, size // 128) * max(1, itemsize // 2)
-        return dataclasses.replace(self, heads=max(1, self.heads // weight))
+    def heads_of(self, size: int) -> int:
+        """As many channels in heads of `size`."""
+        return max(1, self.heads * 128 // max(size, 128))
 
 
 # A tracing host that knows of no TPU: small enough to compile for every generation, and quick to
