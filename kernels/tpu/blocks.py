@@ -56,16 +56,16 @@ class Blocks:
     ) -> "Blocks":
         """Cut a call by a tuning.
 
-        Head sizes grow to a multiple of half a register, or of a whole one where heads of half a
-        register cannot be cut into blocks. `one_chunk`: see `prefetched`.
+        Head sizes grow to half a register or whole ones; to whole ones where an odd number of
+        heads cannot share registers. `one_chunk`: see `prefetched`.
         """
         batch, length, key_heads, key_size = q.shape
         value_heads, value_size = v.shape[2:]
-        for unit in (LANES // 2, LANES):
-            sizes = tuple(pl.cdiv(size, unit) * unit for size in (key_size, value_size))
+        for smallest in (LANES // 2, LANES):
+            sizes = tuple(_native_size(size, smallest) for size in (key_size, value_size))
             limit = tuning.heads_of(max(sizes))
             heads = heads_per_block(value_heads, key_heads, sizes, limit)
-            if heads <= limit:
+            if heads is not None:
                 break
         chunks = 1 if one_chunk else min(tuning.chunks, pl.cdiv(length, CHUNK))
         return cls(
@@ -93,6 +93,11 @@ class Blocks:
     def sharing(self) -> int:
         """Blocks of value heads that read the same key head."""
         return max(1, self.group // self.heads)
+
+    @property
+    def state_lanes(self) -> tuple[int, int]:
+        """Of a state in a kernel, where heads of half a register take a whole one."""
+        return max(self.key_size, LANES), max(self.value_size, LANES)
 
     @property
     def rows(self) -> int:
@@ -204,8 +209,14 @@ class Blocks:
         return jnp.pad(x, [(0, 0), (0, self.steps * self.rows - self.length), *rest], **mode)
 
 
-def heads_per_block(value_heads: int, key_heads: int, sizes: tuple[int, ...], limit: int) -> int:
-    """The most heads, at most `limit`, whose blocks are whole registers wide, or else all heads.
+def _native_size(size: int, smallest: int) -> int:
+    return smallest if size <= smallest else pl.cdiv(size, LANES) * LANES
+
+
+def heads_per_block(
+    value_heads: int, key_heads: int, sizes: tuple[int, int], limit: int
+) -> int | None:
+    """The most heads, at most `limit`, that make blocks of whole registers; None if no number does.
 
     Args:
         value_heads: HV.
@@ -217,16 +228,15 @@ def heads_per_block(value_heads: int, key_heads: int, sizes: tuple[int, ...], li
     key_size, value_size = sizes
 
     def fits(heads):
-        whole = heads == value_heads
-        keys = max(1, heads // group) * key_size
+        block_key_heads = max(1, heads // group)
         return (
             (heads % group == 0 or group % heads == 0)
-            and (whole or heads * value_size % LANES == 0)
-            and (whole or keys % LANES == 0)
+            and heads * value_size % LANES == 0
+            and block_key_heads * key_size % LANES == 0
         )
 
-    divisors = [d for d in range(1, value_heads + 1) if value_heads % d == 0 and fits(d)]
-    return max((d for d in divisors if d <= limit), default=divisors[0])
+    divisors = (d for d in range(1, limit + 1) if value_heads % d == 0)
+    return max(filter(fits, divisors), default=None)
 
 
 def pad_heads(x: Float[Array, "... D"], size: int) -> Float[Array, "... size"]:

@@ -103,6 +103,13 @@ class ChunkDecay:
         start = jnp.exp(start)
         return HeadDecay(pairs, start, jnp.exp(end), start[CHUNK - 1 :])
 
+    def ends(self) -> Float[Array, "C heads"]:
+        """`end` of all heads, one in each lane."""
+        end = sum(x[CHUNK - 1 :] - x for x in self.columns)
+        if self.documents.last is not None:
+            end = jnp.minimum(end, self.documents.last[:, : end.shape[1]])
+        return jnp.exp(end)
+
     def gradient(self, d_cumulated: Float[Array, "heads C"]) -> Float[Array, "heads C"]:
         """The gradient of g from that of G."""
         return dot(d_cumulated, self.documents.summed)

@@ -1,8 +1,8 @@
 """SimpleGLA on Pallas TPU kernels: what surrounds them.
 
 The kernels take flat tokens [B, T, heads * size] in one dtype: bfloat16 if q, k and v all are,
-else float32. Head sizes other than multiples of 64 are padded with zeros here, which costs a pass
-over the tensor. Gates are clamped here, and those of padding zeroed: they are small.
+else float32. Head sizes other than 64, 128 and 256 are padded with zeros here, at a pass over
+the tensor. Gates are clamped here, and those of padding zeroed: they are small.
 """
 
 import jax.numpy as jnp

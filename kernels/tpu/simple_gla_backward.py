@@ -34,12 +34,12 @@ from .blocks import (
     clear_padding,
     document_ends,
     iota,
-    lanes,
     widen,
 )
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
+from .heads import HeadWriter, Sums, own_state, place_state, read_head
 from .lockstep import lockstep
 from .norm import normalize, normalize_gradient
 
@@ -86,7 +86,7 @@ def backward(
             blocks.gates(),
             blocks.states(),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
     )
     operands = (*prefetched, q, k, v, g, row_document, do, chunk_states, dstates)
     return pallas_call(
@@ -130,10 +130,17 @@ def _kernel(
 
     @pl.when(last)
     def _():
-        dstate[...] = dfinal_state[...]
+        for h in range(blocks.heads):
+            dstate[h] = place_state(dfinal_state[h], h, blocks)
 
     clear_padding(blocks, padding, row_document, q, k, v, do)
     dtype = q.dtype
+    key_lanes, value_lanes = blocks.state_lanes
+    precision = options.precision
+    writers = [HeadWriter(dq, blocks.key_size), HeadWriter(dk, blocks.key_size)]
+    dv_writer = HeadWriter(dv, blocks.value_size)
+    groups = Sums()
+    cumulated = {}
 
     @functools.cache
     def decay(chunk):
@@ -142,72 +149,64 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        index = chunk_rows(chunk), lanes(j, blocks.key_size)
-        norms = (None, None)
-        qj, kj = q[index], k[index]
+        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
+        norms = None, None
         if options.qk_l2norm:
             (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
             qj, kj, norms = qj.astype(dtype), kj.astype(dtype), (q_norm, k_norm)
-        return qj, kj, norms, dot(qj, kj, options.precision, NT)
-
-    key_gradients = {}
-    cumulated = {}
+        return qj, kj, norms, dot(qj, kj, precision, NT)
 
     def value_head(chunk, h):
-        index = chunk_rows(chunk), lanes(h, blocks.value_size)
         qh, kh, _, scores = key_head(chunk, h // blocks.group)
-        vh, doh = v[index], do[index]
-        dscores = dot(doh, vh, options.precision, NT)
+        vh, doh = (read_head(x, chunk, h, blocks.value_size) for x in (v, do))
+        dscores = dot(doh, vh, precision, NT)
         yield
         pairs, start, end, total = decay(chunk).head(h)
         pairs, start = options.scale * pairs, options.scale * start
         attention, dattention = (scores * pairs).astype(dtype), (dscores * pairs).astype(dtype)
-        key_end, key_start = widen(end, blocks.key_size), widen(start, blocks.key_size)
-        value_end, value_start = widen(end, blocks.value_size), widen(start, blocks.value_size)
-        after = dstate[h]
-        d_after = after.astype(dtype)
-        before = chunk_states[h, chunk]
-        dv[index] = dot(
-            jnp.concatenate([attention.T, (kh * key_end).astype(dtype)], axis=1),
-            jnp.concatenate([doh, d_after], axis=0),
-            options.precision,
-        ).astype(dtype)
+        q_start = (qh * widen(start, key_lanes)).astype(dtype)
+        k_end = (kh * widen(end, key_lanes)).astype(dtype)
+        v_end = (vh * widen(end, value_lanes)).astype(dtype)
+        do_start = (doh * widen(start, value_lanes)).astype(dtype)
+        before = place_state(chunk_states[h, chunk], h, blocks)
+        dafter = dstate[h]
+        dvh = dot(
+            jnp.concatenate([attention.T, k_end], axis=1),
+            jnp.concatenate([doh, dafter.astype(dtype)], axis=0),
+            precision,
+        )
+        dv_writer.write(chunk, h, dvh)
         yield
-        carried = widen(total, blocks.value_size) * after
-        dstate[h] = carried + dot((qh * key_start).astype(dtype).T, doh, options.precision)
+        dbefore = widen(total, value_lanes) * dafter
+        dstate[h] = dbefore + dot(q_start.T, doh, precision)
         yield
-        dk_write = dot((vh * value_end).astype(dtype), d_after, options.precision, NT)
+        dk_end = dot(v_end, dafter.astype(dtype), precision, NT)
         yield
-        dkh = dk_write + dot(dattention.T, qh, options.precision)
+        dkh = dk_end + dot(dattention.T, qh, precision)
         yield
         dqh = dot(
-            jnp.concatenate([dattention, (doh * value_start).astype(dtype)], axis=1),
+            jnp.concatenate([dattention, do_start], axis=1),
             jnp.concatenate([kh, before.T], axis=0),
-            options.precision,
+            precision,
         )
         yield
-        cancelling = (qh * dqh - kh * dkh).T
-        at_end = jnp.sum(kh * dk_write, keepdims=True) + jnp.sum(carried * before, keepdims=True)
+        by_row = (qh * dqh - kh * dkh).T
+        at_end = jnp.sum(kh * dk_end, keepdims=True) + jnp.sum(dbefore * before, keepdims=True)
         yield
-        dG = jnp.sum(cancelling, axis=0, keepdims=True)
+        dG = jnp.sum(by_row, axis=0, keepdims=True)
         cumulated[chunk, h] = jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
-        add_key_gradients(chunk, h, dqh, dkh)
+        write_keys(chunk, h // blocks.group, dqh, dkh)
         yield
 
-    def add_key_gradients(chunk, h, *gradients):
-        j, member = divmod(h, blocks.group)
-        if member:
-            gradients = [
-                a + b for a, b in zip(key_gradients.pop((chunk, j)), gradients, strict=True)
-            ]
-        if member < blocks.group - 1 and h < blocks.heads - 1:
-            key_gradients[chunk, j] = gradients
+    def write_keys(chunk, j, *gradients):
+        sums = groups.add((chunk, j), min(blocks.group, blocks.heads), *gradients)
+        if sums is None:
             return
         qj, kj, norms, _ = key_head(chunk, j)
-        for ref, x, norm, gradient in zip((dq, dk), (qj, kj), norms, gradients, strict=True):
+        for writer, x, norm, gradient in zip(writers, (qj, kj), norms, sums, strict=True):
             if options.qk_l2norm:
                 gradient = normalize_gradient(x, norm, gradient)
-            ref[chunk_rows(chunk), lanes(j, blocks.key_size)] = gradient.astype(ref.dtype)
+            writer.write(chunk, j, gradient)
 
     def head(h):
         for chunk in reversed(range(blocks.chunks)):
@@ -220,4 +219,5 @@ def _kernel(
 
     @pl.when(first)
     def _():
-        dinitial_state[...] = dstate[...]
+        for h in range(blocks.heads):
+            dinitial_state[h] = own_state(dstate[h], h, blocks)

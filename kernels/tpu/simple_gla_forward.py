@@ -19,10 +19,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..operation import Options
-from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lanes, widen
+from .blocks import Blocks, chunk_rows, clear_padding, document_ends, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import dot
+from .heads import HeadWriter, own_state, place_state, read_head
 from .lockstep import lockstep
 from .norm import normalize
 
@@ -60,7 +61,7 @@ def forward(
             blocks.states(),
             blocks.per_chunk(*sizes) if save else None,
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
     )
     operands = (*prefetched, q, k, v, g, row_document, states)
     return pallas_call(
@@ -98,10 +99,13 @@ def _kernel(
 
     @pl.when(first)
     def _():
-        state[...] = initial_state[...]
+        for h in range(blocks.heads):
+            state[h] = place_state(initial_state[h], h, blocks)
 
     clear_padding(blocks, padding, row_document, q, k, v)
     dtype = q.dtype
+    key_lanes, value_lanes = blocks.state_lanes
+    output = HeadWriter(o, blocks.value_size)
 
     @functools.cache
     def decay(chunk):
@@ -110,32 +114,31 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        index = chunk_rows(chunk), lanes(j, blocks.key_size)
-        qj, kj = q[index], k[index]
+        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
         if options.qk_l2norm:
             qj, kj = (normalize(x)[0].astype(dtype) for x in (qj, kj))
         keys = kj.T
         return qj, keys, dot(qj, keys, options.precision)
 
     def value_head(chunk, h):
-        index = chunk_rows(chunk), lanes(h, blocks.value_size)
         qh, keys, scores = key_head(chunk, h // blocks.group)
         yield
         pairs, start, end, total = decay(chunk).head(h)
+        vh = read_head(v, chunk, h, blocks.value_size)
         before = state[h]
         if chunk_states is not None:
-            chunk_states[h, chunk] = before.astype(dtype)
-        reads = (qh * widen(start, blocks.key_size)).astype(dtype)
+            chunk_states[h, chunk] = own_state(before, h, blocks).astype(dtype)
         attention = (scores * pairs).astype(dtype)
+        reads = (qh * widen(start, key_lanes)).astype(dtype)
         oh = dot(
             jnp.concatenate([attention, reads], axis=1),
-            jnp.concatenate([v[index], before.astype(dtype)], axis=0),
+            jnp.concatenate([vh, before.astype(dtype)], axis=0),
             options.precision,
         )
         yield
-        o[index] = (options.scale * oh).astype(dtype)
-        writes = (v[index] * widen(end, blocks.value_size)).astype(dtype)
-        state[h] = widen(total, blocks.value_size) * before + dot(keys, writes, options.precision)
+        output.write(chunk, h, options.scale * oh)
+        writes = (vh * widen(end, value_lanes)).astype(dtype)
+        state[h] = widen(total, value_lanes) * before + dot(keys, writes, options.precision)
         yield
 
     def head(h):
@@ -146,4 +149,5 @@ def _kernel(
 
     @pl.when(last)
     def _():
-        final_state[...] = state[...]
+        for h in range(blocks.heads):
+            final_state[h] = own_state(state[h], h, blocks)
