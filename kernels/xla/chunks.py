@@ -65,7 +65,7 @@ def storage_dtype(*arrays: Array) -> jnp.dtype:
 
 def to_chunks(x: Float[Array, "B T H *D"], packing: Packing | None) -> Float[Array, "B H N C *D"]:
     """Cut rows into chunks, with zeros for padding tokens and for the end of the last chunk."""
-    x = _zero_padding(x, packing)
+    x = zero_padding(x, packing)
     batch, length, heads, *size = x.shape
     x = jnp.pad(x, ((0, 0), (0, -length % CHUNK)) + ((0, 0),) * (x.ndim - 2))
     x = jnp.moveaxis(x.reshape(batch, -1, SUBLANES, heads, *size), 3, 1)
@@ -78,10 +78,11 @@ def from_chunks(
     """Undo `to_chunks`; padding tokens get zeros."""
     batch, heads, _, _, *size = x.shape
     x = jnp.moveaxis(x.reshape(batch, heads, -1, SUBLANES, *size), 1, 3)
-    return _zero_padding(x.reshape(batch, -1, heads, *size)[:, :length], packing)
+    return zero_padding(x.reshape(batch, -1, heads, *size)[:, :length], packing)
 
 
-def _zero_padding(x, packing):
+def zero_padding(x: Float[Array, "B T *D"], packing: Packing | None) -> Float[Array, "B T *D"]:
+    """Zeros for padding tokens, whatever they held."""
     if packing is None:
         return x
     return jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)

@@ -1,183 +1,324 @@
-"""Chunked KDA in plain JAX."""
+"""Chunked KDA in plain JAX.
 
+Per chunk and value head, with G_i = g_1 + ... + g_i per key channel (within the document), S the
+state that enters the chunk and S' the one that leaves it, q scaled:
+
+    A_ij = sum over channels of q_i exp(G_i - G_j) k_j     i >= j, both of one document, else 0
+    M_ij = beta_i sum of k_i exp(G_i - G_j) k_j            i > j, likewise
+    T    = (I + M)^-1
+    u    = T x                                             x = beta (v - (k e^G) S)
+    o    = (q e^G) S + A u
+    S'   = e^G_C S + E^T u                                 E = e^(G_C - G) k
+         = e^G_C S - (E^T T beta k e^G) S + E^T T beta v
+
+Only the last line runs chunk by chunk. Saved for the backward pass: every S, T, A and u. From the
+gradients do and dS' it computes
+
+    du = A^T do + E dS'
+    de = T^T du                                            dv = beta de
+    dS = e^G_C dS' + (q e^G)^T do - (k e^G)^T dv
+       = e^G_C dS' - (beta k e^G)^T T^T E dS' + (q e^G)^T do - (beta k e^G)^T T^T A^T do
+    dA = do u^T,  d(M / beta) = -dv u^T                    where A and M are not 0
+    d(q e^G) = do S^T,  d(k e^G) = -dv S^T,  dE = u dS'^T
+    dbeta = rowsum(de u) / beta
+
+where again only dS runs chunk by chunk, from the last to the first. No gradient passes through the
+inverse: (I + M) u = x is differentiated instead.
+
+exp(G_i - G_j) does not factor into exp(G_i) exp(-G_j), which overflows. Let l be the highest bit
+in which i and j differ (counted from 0 in the chunk): they are in the two halves of one block of
+2^(l+1) rows, and the decay from j to i factors at the boundary between the halves into two decays,
+neither above 1:
+
+    e_l = exp(the sum of g between the row and the boundary of its block)
+    A   = (e_l q) (e_l k)^T    for the pairs (i, j) of level l, q k^T on the diagonal
+
+That is one product a level for all pairs of rows, of which each level keeps its own, and seven
+levels. What g sums to between a row and a boundary is a product with a matrix of zeros and ones, so
+that nothing cancels, and so is dg in terms of the gradients of all those sums.
+"""
+
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from ..packing import CHUNK
+from .blocks import Blocks, chunks_to_tiles, tiles_to_chunks
 from .chunks import (
     SMALLEST_BETA,
     SMALLEST_DECAY,
     Documents,
     Dots,
     carry_states,
-    from_chunks,
     group,
     l2norm,
     l2norm_gradient,
     storage_dtype,
-    to_chunks,
     ungroup,
     unit_lower_inverse,
+    zero_padding,
 )
 
+LEVELS = range(CHUNK.bit_length() - 1)
+ROW, COLUMN = np.arange(CHUNK)[:, None], np.arange(CHUNK)[None, :]
 
-def _spans():
-    row = np.arange(CHUNK)[:, None]
-    other = np.arange(CHUNK)[None, :]
-    between = []
-    half = 1
-    while half < CHUNK:
-        boundary = row // (2 * half) * (2 * half) + half
-        below = (boundary <= other) & (other <= row)
-        above = (row < other) & (other < boundary)
-        between.append(np.where(row >= boundary, below, above))
-        half *= 2
-    return between, other <= row, other > row
+PAIRS = [(ROW ^ COLUMN) >> level == 1 for level in LEVELS]
+"""The pairs of rows, in either order, that belong to each level."""
 
+FIRST_ABOVE = [(ROW >> level | 1) << level for level in LEVELS]
+"""For each level and row the first row of its block's upper half."""
 
-BETWEEN, BEFORE, AFTER = _spans()
-LEVELS = len(BETWEEN)
-DISTANCE = np.arange(CHUNK)[:, None] ^ np.arange(CHUNK)[None, :]
-PAIRS = [(DISTANCE >> level) == 1 for level in range(LEVELS)]
-EYE = np.eye(CHUNK, dtype=bool)
-
-
-def _sum_over(dots, span, g):
-    span = jnp.asarray(span)
-    if dots.dtype == jnp.bfloat16:
-        coarse = g.astype(jnp.bfloat16)
-        g = jnp.concatenate([coarse, (g - coarse).astype(jnp.bfloat16)], axis=-2)
-        span = jnp.concatenate([span, span], axis=1).astype(jnp.bfloat16)
-        return jnp.einsum("ij,...jk->...ik", span, g, preferred_element_type=jnp.float32)
-    return jnp.einsum("ij,...jk->...ik", span.astype(jnp.float32), g, precision="highest")
-
-
-def _decays(dots, g, documents):
-    def decay(span):
-        return jnp.exp(_sum_over(dots, span, g)).astype(dots.dtype)
-
-    e = [decay(x) for x in BETWEEN]
-    entering = jnp.where(documents.enters[:, None, None, :, :, None], decay(BEFORE), 0)
-    leaving = jnp.where(documents.leaves[:, None, None, :, :, None], decay(AFTER), 0)
-    passing = jnp.exp(jnp.sum(g, axis=-2))
-    passing = jnp.where(documents.passes[:, None, None, :, None], passing, 0)
-    return e, entering, leaving, passing
-
-
-def _attention(dots, q, k, e, causal):
-    aq = ak = jnp.zeros((*e[0].shape[:-1], CHUNK))
-    for pairs, x in zip(PAIRS, e, strict=True):
-        aq = jnp.where(pairs, dots("...ik,...jk->...ij", q * x, k * x), aq)
-        ak = jnp.where(pairs, dots("...ik,...jk->...ij", k * x, k * x), ak)
-    diag = jnp.sum(q.astype(jnp.float32) * k, axis=-1)
-    aq = jnp.where(EYE, diag[..., None], aq)
-    return jnp.where(causal, aq, 0), jnp.where(causal & ~EYE, ak, 0)
+# Which rows' g are summed, for each row: to the boundary in its block; from the chunk's start; to
+# the chunk's end.
+TO_BOUNDARY = [
+    (COLUMN >= np.minimum(ROW + 1, above)) & (COLUMN <= np.maximum(ROW, above - 1))
+    for above in FIRST_ABOVE
+]
+FROM_START, TO_END = COLUMN <= ROW, COLUMN > ROW
 
 
 def forward(options, tokens, states, packing, chunk_document):
+    """Outputs and new states; as residuals the states that entered the chunks, T^T, A^T and u."""
+    blocks, inputs = _cut(tokens, packing, chunk_document)
+
+    def block(states, inputs):
+        o, states, residuals = _forward(options, states, *inputs)
+        return states, (o, residuals)
+
+    states, (o, residuals) = jax.lax.scan(block, states, inputs)
+    residuals = {name: blocks.join(x, 2) for name, x in residuals.items()}
+    return (zero_padding(blocks.join_tokens(o), packing), states), residuals
+
+
+def backward(options, tokens, states, packing, chunk_document, residuals, do, dfinal_states):
+    """Gradients of tokens and states. Block by block, they take the tokens' place in memory."""
+    blocks, (tokens, *inputs) = _cut(tokens, packing, chunk_document)
+    residuals = {name: blocks.cut(x, 2) for name, x in residuals.items()}
+    inputs = (*inputs, residuals, blocks.cut_tokens(zero_padding(do, packing)))
+
+    def block(i, carry):
+        dstates, tokens = carry
+        n = blocks.count - 1 - i
+        of_block, *rest = jax.tree.map(lambda x: x[n], (tokens, *inputs))
+        dtokens, dstates = _backward(options, dstates, of_block, *rest)
+        return dstates, jax.tree.map(lambda x, dx: x.at[n].set(dx), tokens, dtokens)
+
+    dstates, dtokens = jax.lax.fori_loop(0, blocks.count, block, (dfinal_states, tokens))
+    return tuple(zero_padding(blocks.join_tokens(x), packing) for x in dtokens), dstates
+
+
+def _cut(tokens, packing, chunk_document):
+    blocks = Blocks.of(tokens[2])
+    documents = None
+    if packing is not None:
+        documents = jax.tree.map(lambda x: blocks.cut(x, 1, mode="edge"), Documents.of(packing))
+    if chunk_document is not None:
+        chunk_document = blocks.cut(chunk_document, 1, mode="edge")
+    tokens = tuple(blocks.cut_tokens(zero_padding(x, packing)) for x in tokens)
+    return blocks, (tokens, documents, chunk_document)
+
+
+def _forward(options, states, tokens, documents, chunk_document):
+    """`forward` for one block."""
     storage = storage_dtype(*tokens[:3])
     dots = Dots.of(options, storage)
-    q, k, v, g, beta = _chunked(options, tokens, packing)
-    documents = Documents.of(packing)
-    causal = documents.causal[:, None, None]
-    e, entering, leaving, passing = _decays(dots, g, documents)
-    attention, m = _attention(dots, q, k, e, causal)
+    q, k, v, g, beta = _chunked(options, tokens)
+    decay = ChannelDecay.of(g, documents, dots)
+    attention, m = _attention(q, k, decay, dots)
     inverse = unit_lower_inverse(beta * m, dots).astype(storage)
     attention = attention.astype(storage)
 
-    read = beta * (k * entering)
-    written = dots("...ij,...ik->...jk", inverse, k * leaving).astype(dots.dtype)
-    forgotten = dots("...ik,...il->...kl", written, read).astype(dots.dtype)
+    read = k * decay.entering
+    written = dots("...ij,...ik->...jk", inverse, k * decay.leaving).astype(dots.dtype)
+    forgotten = dots("...ik,...il->...kl", written, beta * read)
     added = dots("...ik,...iv->...kv", written, beta * v)
-
-    def step(state, forgotten, passing):
-        return passing[..., None] * state - dots("...kl,...lv->...kv", forgotten, state)
-
-    new_states, entered = carry_states(step, states, added, (forgotten, passing), chunk_document)
+    inputs = (forgotten.astype(dots.dtype), decay.passing)
+    step = _forget(dots)
+    new_states, entered = carry_states(step, states, added, inputs, chunk_document)
     entered = entered.astype(storage)
-    x = beta * (v - dots("...ik,...kv->...iv", k * entering, entered))
-    v_new = dots("...ij,...jv->...iv", inverse, x).astype(storage)
-    o = dots("...ij,...jv->...iv", attention, v_new)
-    o += dots("...ik,...kv->...iv", q * entering, entered)
-    o = o.astype(tokens[2].dtype)
+
+    x = beta * (v - dots("...ik,...kv->...iv", read, entered))
+    u = dots("...ij,...jv->...iv", inverse, x).astype(storage)
+    rows = jnp.concatenate([attention, q * decay.entering], axis=-1)
+    o = dots("...ij,...jv->...iv", rows, jnp.concatenate([u, entered], axis=-2))
     residuals = {
         "states": entered,
         "inverse": jnp.swapaxes(inverse, -1, -2),
         "attention": jnp.swapaxes(attention, -1, -2),
-        "v_new": v_new,
+        "v_new": u,
     }
     residuals = {name: ungroup(x) for name, x in residuals.items()}
-    return (from_chunks(ungroup(o), tokens[2].shape[1], packing), new_states), residuals
+    return chunks_to_tiles(ungroup(o).astype(tokens[2].dtype)), new_states, residuals
 
 
-def backward(options, tokens, states, packing, chunk_document, residuals, do, dfinal_states):
+def _backward(options, dstates, tokens, documents, chunk_document, residuals, do):
+    """`backward` for one block."""
     dots = Dots.of(options, storage_dtype(*tokens[:3]))
-    q, k, v, g, beta = _chunked(options, tokens, packing)
-    documents = Documents.of(packing)
-    causal = documents.causal[:, None, None]
-    e, entering, leaving, passing = _decays(dots, g, documents)
-    do = group(to_chunks(do, packing), q.shape[1])
-    heads = tokens[1].shape[2]
-    entered, inverse, attention, v_new = (
-        group(residuals[name], heads) for name in ("states", "inverse", "attention", "v_new")
+    q, k, _, g, beta = _chunked(options, tokens)
+    decay = ChannelDecay.of(g, documents, dots)
+    do = group(tiles_to_chunks(do), q.shape[1])
+    entered, inverse, attention, u = (
+        group(residuals[name], q.shape[1]) for name in ("states", "inverse", "attention", "v_new")
     )
-    kg, qg, ke = k * entering, q * entering, k * leaving
+    kept = k * decay.leaving
 
-    dv_new = dots("...ji,...iv->...jv", attention, do)
-    read = dots("...ji,...jk->...ik", inverse, beta * kg).astype(dots.dtype)
-    forgotten = dots("...ik,...il->...lk", ke, read).astype(dots.dtype)
-    added = dots("...ik,...iv->...kv", qg, do) - dots("...ik,...iv->...kv", read, dv_new)
-
-    def step(dstate, forgotten, passing):
-        return passing[..., None] * dstate - dots("...kl,...lv->...kv", forgotten, dstate)
-
-    inputs = (forgotten, passing)
-    dstates, dleft = carry_states(step, dfinal_states, added, inputs, chunk_document, reverse=True)
+    du = dots("...ji,...iv->...jv", attention, do)
+    w = dots("...ji,...jk->...ik", inverse, beta * (k * decay.entering)).astype(dots.dtype)
+    forgotten = dots("...ik,...il->...lk", kept, w)
+    added = dots("...ik,...iv->...kv", q * decay.entering, do)
+    added -= dots("...ik,...iv->...kv", w, du)
+    inputs = (forgotten.astype(dots.dtype), decay.passing)
+    step = _forget(dots)
+    dstates, dleft = carry_states(step, dstates, added, inputs, chunk_document, reverse=True)
     dleft = dleft.astype(dots.dtype)
-    dv_new += dots("...ik,...kv->...iv", ke, dleft)
-    de = dots("...ji,...iv->...jv", inverse, dv_new)
-    dv = beta * de
-    dbeta = jnp.sum(de * v_new, axis=-1, keepdims=True) / beta
 
-    daq = jnp.where(causal, dots("...iv,...jv->...ij", do, v_new), 0).astype(dots.dtype)
-    dak = jnp.where(causal & ~EYE, -dots("...iv,...jv->...ij", dv, v_new), 0).astype(dots.dtype)
-    diag = jnp.sum(do.astype(jnp.float32) * v_new, axis=-1, keepdims=True)
-    dqg = dots("...iv,...kv->...ik", do, entered)
-    dkg = -dots("...iv,...kv->...ik", dv, entered)
-    dke = dots("...iv,...kv->...ik", v_new, dleft)
-    dq = diag * k + entering * dqg
-    dk = diag * q + entering * dkg + leaving * dke
-    dg = _sum_over(dots, BEFORE.T, qg * dqg + kg * dkg) + _sum_over(dots, AFTER.T, ke * dke)
-    dg += (passing * jnp.sum(entered * dleft.astype(jnp.float32), axis=-1))[..., None, :]
-    for pairs, span, x in zip(PAIRS, BETWEEN, e, strict=True):
-        dlq = jnp.where(pairs, daq, 0)
-        dlk = jnp.where(pairs, dak, 0)
-        qx, kx = q * x, k * x
-        dqx = dots("...ij,...jk->...ik", dlq, kx)
-        dkx = dots("...ij,...jk->...ik", dlk + jnp.swapaxes(dlk, -1, -2), kx)
-        dkx += dots("...ij,...ik->...jk", dlq, qx)
-        dq += x * dqx
-        dk += x * dkx
-        dg += _sum_over(dots, span.T, qx * dqx + kx * dkx)
+    du += dots("...ik,...kv->...iv", kept, dleft)
+    de = dots("...ji,...iv->...jv", inverse, du)
+    dv = beta * de
+    dbeta = jnp.sum(de * u, axis=-1) / beta[..., 0]
+    terms = _state_gradients(decay, entered, dleft, do, dv, u, dots)
+    terms += _attention_gradients(q, k, decay, do, dv, u, dots)
+    own = jnp.sum(do.astype(jnp.float32) * u, axis=-1, keepdims=True)
+    dq = own * k + _total(dq for _, dq, _ in terms)
+    dk = own * q + _total(dk for _, _, dk in terms)
+    dg = decay.passing * jnp.sum(entered.astype(jnp.float32) * dleft, axis=-1)
+    dg = dg[..., None, :] + _total(_sum_back(span, q * dq + k * dk, dots) for span, dq, dk in terms)
     dq, dk = options.scale * jnp.sum(dq, axis=2), jnp.sum(dk, axis=2)
     if options.qk_l2norm:
-        dq = l2norm_gradient(to_chunks(tokens[0], packing), dq)
-        dk = l2norm_gradient(to_chunks(tokens[1], packing), dk)
-    gradients = (dq, dk, ungroup(dv), ungroup(dg), ungroup(dbeta[..., 0]))
+        dq = l2norm_gradient(tiles_to_chunks(tokens[0]), dq)
+        dk = l2norm_gradient(tiles_to_chunks(tokens[1]), dk)
+    gradients = (dq, dk, ungroup(dv), ungroup(dg), ungroup(dbeta))
     dtokens = tuple(
-        from_chunks(dx.astype(x.dtype), x.shape[1], packing)
-        for dx, x in zip(gradients, tokens, strict=True)
+        chunks_to_tiles(dx.astype(x.dtype)) for dx, x in zip(gradients, tokens, strict=True)
     )
     return dtokens, dstates
 
 
-def _chunked(options, tokens, packing):
-    q, k, v, g, beta = (to_chunks(x, packing) for x in tokens)
-    dtype = storage_dtype(*tokens[:3])
+def _chunked(options, tokens):
+    q, k, v, g, beta = (tiles_to_chunks(x) for x in tokens)
+    storage = storage_dtype(q, k, v)
+    v, g, beta = (group(x, q.shape[1]) for x in (v, g, beta))
     q = options.scale * (l2norm(q) if options.qk_l2norm else q.astype(jnp.float32))
     k = l2norm(k) if options.qk_l2norm else k
-    v, g, beta = (group(x, q.shape[1]) for x in (v, g, beta))
     g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
     beta = beta.astype(jnp.float32)[..., None]
     beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
-    return q.astype(dtype)[:, :, None], k.astype(dtype)[:, :, None], v, g, beta
+    return q[:, :, None].astype(storage), k[:, :, None].astype(storage), v, g, beta
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelDecay:
+    """A chunk's decays, for one log decay per key channel and token.
+
+    Attributes:
+        levels: e_l, for each level.
+        entering: e^G, 0 for rows that the entering state does not reach.
+        leaving: e^(G_C - G), 0 for rows that do not reach the leaving state.
+        passing: e^G_C, 0 if the state is not of one document.
+        causal: the pairs of rows (i, j) with i >= j and of one document.
+    """
+
+    levels: list[Float[Array, "B H R N C K"]]
+    entering: Float[Array, "B H R N C K"]
+    leaving: Float[Array, "B H R N C K"]
+    passing: Float[Array, "B H R N K"]
+    causal: Bool[Array, "b 1 1 n C C"]
+
+    @classmethod
+    def of(
+        cls, g: Float[Array, "B H R N C K"], documents: Documents | None, dots: Dots
+    ) -> "ChannelDecay":
+        if documents is None:
+            documents = Documents.of(None)
+        causal, enters, leaves, passes = (
+            x[:, None, None]
+            for x in (documents.causal, documents.enters, documents.leaves, documents.passes)
+        )
+
+        def decay(span):
+            return jnp.exp(_sum_of(span, g, dots)).astype(dots.dtype)
+
+        return cls(
+            levels=[decay(span) for span in TO_BOUNDARY],
+            entering=jnp.where(enters[..., None], decay(FROM_START), 0),
+            leaving=jnp.where(leaves[..., None], decay(TO_END), 0),
+            passing=jnp.where(passes[..., None], jnp.exp(jnp.sum(g, axis=-2)), 0),
+            causal=causal,
+        )
+
+
+def _sum_of(span, g, dots):
+    """For each row the sum of g over the rows of its span, to the accuracy of float32.
+
+    With bfloat16 operands g is two of them, and exact to 1 / 2**17.
+    """
+    if dots.dtype != jnp.bfloat16:
+        span = jnp.asarray(span, jnp.float32)
+        return jnp.einsum("ij,...jk->...ik", span, g, precision=jax.lax.Precision.HIGHEST)
+    coarse = g.astype(jnp.bfloat16)
+    parts = jnp.concatenate([coarse, (g - coarse).astype(jnp.bfloat16)], axis=-2)
+    return dots("ij,...jk->...ik", jnp.asarray(np.tile(span, 2)), parts)
+
+
+def _sum_back(span, dsum, dots):
+    """The gradient of g from that of its sums."""
+    return dots("ij,...ik->...jk", jnp.asarray(span), dsum)
+
+
+def _attention(q, k, decay, dots):
+    """A and M / beta."""
+    a = dots("...ik,...jk->...ij", q, k)
+    m = jnp.zeros_like(a)
+    for pairs, e in zip(PAIRS, decay.levels, strict=True):
+        eq, ek = e * q, e * k
+        a = jnp.where(pairs, dots("...ik,...jk->...ij", eq, ek), a)
+        m = jnp.where(pairs, dots("...ik,...jk->...ij", ek, ek), m)
+    return jnp.where(decay.causal, a, 0), jnp.where(decay.causal, m, 0)
+
+
+# The gradients that pass through a decay, as terms (span, dq, dk): the part of dq and dk, and
+# the rows whose g the decay's exponent sums. The exponent's gradient is q dq + k dk.
+
+
+def _state_gradients(decay, entered, dleft, do, dv, u, dots):
+    """The terms of q e^G, k e^G and E."""
+    dq = decay.entering * dots("...iv,...kv->...ik", do, entered)
+    dk = -decay.entering * dots("...iv,...kv->...ik", dv, entered)
+    dk_kept = decay.leaving * dots("...iv,...kv->...ik", u, dleft)
+    dq, dk, dk_kept = (x.astype(dots.dtype) for x in (dq, dk, dk_kept))
+    return [(FROM_START, dq, dk), (TO_END, jnp.zeros_like(dq), dk_kept)]
+
+
+def _attention_gradients(q, k, decay, do, dv, u, dots):
+    """The terms of A and M, one for each level.
+
+    What a product with a level's decay gives is rounded before it is summed over the levels: kept
+    in float32, the sums take twice as long.
+    """
+    da = jnp.where(decay.causal, dots("...iv,...jv->...ij", do, u), 0).astype(dots.dtype)
+    dm = jnp.where(decay.causal, -dots("...iv,...jv->...ij", dv, u), 0).astype(dots.dtype)
+    dm += jnp.swapaxes(dm, -1, -2)
+    terms = []
+    for pairs, span, e in zip(PAIRS, TO_BOUNDARY, decay.levels, strict=True):
+        eq, ek = e * q, e * k
+        da_level, dm_level = jnp.where(pairs, da, 0), jnp.where(pairs, dm, 0)
+        dq = dots("...ij,...jk->...ik", da_level, ek)
+        dk = dots("...ij,...jk->...ik", dm_level, ek) + dots("...ij,...ik->...jk", da_level, eq)
+        terms.append((span, (e * dq).astype(dots.dtype), (e * dk).astype(dots.dtype)))
+    return terms
+
+
+def _forget(dots):
+    """A step of `carry_states`: diag(passing) S - forgotten S."""
+
+    def step(state, forgotten, passing):
+        return passing[..., None] * state - dots("...kl,...lv->...kv", forgotten, state)
+
+    return step
+
+
+def _total(terms):
+    return sum(x.astype(jnp.float32) for x in terms)

@@ -1,0 +1,77 @@
+"""Long rows in blocks of chunks, worked through one after the other.
+
+What is batched over chunks need not be batched over all chunks of a row. A hundred matrix products
+of a chunk's size fill a device, and what one step of the computation leaves is still in fast memory
+when the next step reads it; nor does temporary memory grow with the row. On a v6e core, which holds
+128 MB in its fast memory, KDA's forward pass takes 5.7 million cycles instead of 10.6.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..packing import CHUNK
+from .chunks import SUBLANES
+
+HEADS_AND_CHUNKS = 128
+"""Chunks in a block, counted for each row and head (a block holds at least one chunk of each)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How rows of `length` tokens are cut: into `count` blocks of `chunks` chunks.
+
+    Padding fills the last block.
+    """
+
+    length: int
+    count: int
+    chunks: int
+
+    @classmethod
+    def of(cls, v: Float[Array, "B T HV V"]) -> "Blocks":
+        batch, length, heads, _ = v.shape
+        total = -(-length // CHUNK)
+        count = min(total, -(-total * batch * heads // HEADS_AND_CHUNKS))
+        return cls(length, count, -(-total // count))
+
+    def cut(self, x: Array, axis: int, *, mode: str = "constant") -> Array:
+        """Cut an axis of chunks; the blocks become the first axis. `mode` is `jnp.pad`'s."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, self.count * self.chunks - x.shape[axis])
+        x = jnp.pad(x, widths, mode=mode)
+        x = x.reshape(*x.shape[:axis], self.count, self.chunks, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    def join(self, x: Array, axis: int) -> Array:
+        """Undo `cut`."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(x, 0, -(-self.length // CHUNK), axis=axis)
+
+    def cut_tokens(self, x: Float[Array, "B T H *D"]) -> Float[Array, "count B t H 8 *D"]:
+        """Cut rows into blocks, tokens in the order of `SUBLANES`: a flat row is not moved."""
+        batch, length, heads, *size = x.shape
+        padding = self.count * self.chunks * CHUNK - length
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        x = x.reshape(batch, self.count, -1, SUBLANES, heads, *size)
+        return jnp.moveaxis(x, (1, 4), (0, 3))
+
+    def join_tokens(self, x: Float[Array, "count B t H 8 *D"]) -> Float[Array, "B T H *D"]:
+        """Undo `cut_tokens`."""
+        x = jnp.moveaxis(x, (0, 3), (1, 4))
+        batch, _, _, _, heads, *size = x.shape
+        return x.reshape(batch, -1, heads, *size)[:, : self.length]
+
+
+def tiles_to_chunks(x: Float[Array, "B t H 8 *D"]) -> Float[Array, "B H N C *D"]:
+    """One block's tokens, from the order of `Blocks.cut_tokens`, as chunks of each head."""
+    x = jnp.moveaxis(x, 2, 1)
+    return x.reshape(*x.shape[:2], -1, CHUNK, *x.shape[4:])
+
+
+def chunks_to_tiles(x: Float[Array, "B H N C *D"]) -> Float[Array, "B t H 8 *D"]:
+    """Undo `tiles_to_chunks`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, SUBLANES, *x.shape[4:]), 1, 2)
