@@ -1,8 +1,8 @@
 """Checkpoints of a run: model, optimizer and place in the data, whole or not at all."""
 
 import dataclasses
-import shutil
 import sys
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,8 +112,7 @@ class Checkpoints:
 
     def _move_aside(self, unreadable: Mapping[int, str], good: int) -> None:
         for step, reason in unreadable.items():
-            target = self._directory.with_name("unreadable") / str(step)
-            shutil.rmtree(target, ignore_errors=True)
+            target = self._directory.with_name("unreadable") / f"{step}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(target)
             print(

@@ -11,8 +11,8 @@ block that j is a column of. So a level takes two products, whatever its number 
 
 T is needed to float32 accuracy even where all else is bfloat16. Repeated keys without decay make
 its rows alternate and cancel, and rounding, being the same in every row, then adds up over the
-chunk: with T rounded to bfloat16, o is wrong by 0.1 for seven keys over and over at beta 1.9, and by
-0.9 for one. A series in powers of M has terms that reach 1e17 and cancel; here nothing does.
+chunk: with T rounded to bfloat16, o is wrong by 0.1 for seven keys over and over at beta 1.9, and
+by 0.9 for one. A series in powers of M has terms that reach 1e17 and cancel; here nothing does.
 """
 
 from collections.abc import Generator
@@ -46,7 +46,7 @@ def triangular_inverse(
 
 
 def _substitute(blocks: Float[Array, "16 C"]) -> Generator[None, None, Float[Array, "16 C"]]:
-    """Eliminate column after column: row i of T = row i of I - sum over j < i of M_ij row j of T."""
+    """Column after column: row i of T = row i of I - sum over j < i of M_ij row j of T."""
     row, lane = _iota(BASE, 0), _iota(BASE, 1)
     column = lane % BASE
     coefficients = _registers(jnp.where(row > column, blocks, 0.0))

@@ -35,6 +35,20 @@ class Tuning:
 DEFAULT = Tuning(heads=4, chunks=1, vmem_limit_bytes=16 * MIB)
 
 TABLE: dict[str, dict[str, Tuning]] = {
+    "gated_delta_rule_forward": {
+        "v4": Tuning(4, 1, 16 * MIB),
+        "v5e": Tuning(16, 1, 96 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB),
+        "v6e": Tuning(16, 1, 96 * MIB),
+        "7x": Tuning(16, 1, 48 * MIB),
+    },
+    "gated_delta_rule_backward": {
+        "v4": Tuning(4, 1, 16 * MIB),
+        "v5e": Tuning(16, 1, 96 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB),
+        "v6e": Tuning(16, 1, 96 * MIB),
+        "7x": Tuning(16, 1, 48 * MIB),
+    },
     "simple_gla_forward": {
         "v4": Tuning(4, 1, 16 * MIB),
         "v5e": Tuning(16, 1, 64 * MIB),

@@ -74,7 +74,7 @@ FIRST_ABOVE = [(ROW >> level | 1) << level for level in LEVELS]
 # Which rows' g are summed, for each row: to the boundary in its block; from the chunk's start; to
 # the chunk's end.
 TO_BOUNDARY = [
-    (COLUMN >= np.minimum(ROW + 1, above)) & (COLUMN <= np.maximum(ROW, above - 1))
+    (np.minimum(ROW + 1, above) <= COLUMN) & (np.maximum(ROW, above - 1) >= COLUMN)
     for above in FIRST_ABOVE
 ]
 FROM_START, TO_END = COLUMN <= ROW, COLUMN > ROW

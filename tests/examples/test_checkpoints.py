@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_moved_aside_for_the_one_before(how, tmp_path, c
         message = capfd.readouterr().err
         assert "checkpoint of step 4 cannot be read" in message
         assert "goes on from step 3" in message
-        assert (tmp_path / "unreadable" / "4").is_dir()
+        assert len(list(tmp_path.glob("unreadable/4-*/model"))) == 1
         advance(training)
         checkpoints.save(4, training)
     whole = make_training()

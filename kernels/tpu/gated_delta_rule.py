@@ -1,0 +1,102 @@
+"""The gated delta rule on Pallas TPU kernels: what surrounds them.
+
+As for `simple_gla.py`. A beta of exactly 0 acts as 2^-60, which vanishes in float32: the backward
+divides by it.
+"""
+
+import jax.numpy as jnp
+
+from . import gated_delta_rule_backward, gated_delta_rule_forward
+from .blocks import Blocks, pad_heads, pad_states
+from .decay import LOWEST
+from .tuning import tuning
+
+SMALLEST_BETA = 2.0**-60
+
+
+def forward(options, tokens, states, packing, chunk_document):
+    """See `operation.py`. Residuals: S before each chunk, T^T in float32, and u."""
+    (o, states), saved = _forward(options, tokens, states, packing, chunk_document, save=True)
+    return (o, states), dict(zip(("states", "inverse", "u"), saved, strict=True))
+
+
+def outputs(options, tokens, states, packing, chunk_document):
+    """`forward` without the residuals."""
+    return _forward(options, tokens, states, packing, chunk_document, save=False)[0]
+
+
+def _forward(options, tokens, states, packing, chunk_document, *, save):
+    q, _, v, *_ = tokens
+    one_chunk = chunk_document is not None
+    blocks = Blocks.of(q, v, tuning("gated_delta_rule_forward"), one_chunk=one_chunk)
+    o, states, chunk_states, inverse, u = gated_delta_rule_forward.forward(
+        blocks,
+        options,
+        save,
+        *_inputs(blocks, tokens, packing, chunk_document),
+        pad_states(states, blocks),
+    )
+    o = o.reshape(*v.shape[:3], -1)[..., : v.shape[3]].astype(v.dtype)
+    key_size, value_size = q.shape[3], v.shape[3]
+    states = states[..., :key_size, :value_size]
+    if not save:
+        return (o, states), None
+    chunk_states = chunk_states[..., :key_size, :value_size]
+    return (o, states), (chunk_states, inverse, u[..., :value_size])
+
+
+def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
+    """See `operation.py`."""
+    q, k, v, *_ = tokens
+    dtype = _compute_dtype(q, k, v)
+    one_chunk = chunk_document is not None
+    tuned = tuning("gated_delta_rule_backward")
+    blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, reverse=True)
+    prefetched, q_tokens, k_tokens, _, *gates = _inputs(blocks, tokens, packing, chunk_document)
+    dq, dk, dv, dg, dbeta, dstates = gated_delta_rule_backward.backward(
+        blocks,
+        options,
+        prefetched,
+        q_tokens,
+        k_tokens,
+        *gates,
+        _tokens(do, blocks.value_size, dtype),
+        pad_states(residuals["states"], blocks),
+        residuals["inverse"],
+        pad_heads(residuals["u"], blocks.value_size),
+        pad_states(dstates, blocks),
+    )
+    dq, dk = (
+        x.reshape(*q.shape[:3], blocks.sharing, -1).sum(3)[..., : q.shape[3]] for x in (dq, dk)
+    )
+    dv = dv.reshape(*v.shape[:3], -1)[..., : v.shape[3]]
+    dg, dbeta = blocks.time_first(dg), blocks.time_first(dbeta)
+    if packing is not None:
+        dg, dbeta = (jnp.where(packing.valid[..., None], x, 0) for x in (dg, dbeta))
+    return (dq, dk, dv, dg, dbeta), dstates[..., : q.shape[3], : v.shape[3]]
+
+
+def _compute_dtype(*tokens):
+    return jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in tokens) else jnp.float32
+
+
+def _tokens(x, size, dtype):
+    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
+
+
+def _inputs(blocks, tokens, packing, chunk_document):
+    q, k, v, *_ = tokens
+    dtype = _compute_dtype(q, k, v)
+    g, beta = jnp.maximum(g.astype(jnp.float32), LOWEST), beta.astype(jnp.float32)
+    if packing is not None:
+        g, beta = (jnp.where(packing.valid[..., None], x, 0) for x in (g, beta))
+    beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+    return (
+        blocks.prefetched(chunk_document, packing),
+        _tokens(q, blocks.key_size, dtype),
+        _tokens(k, blocks.key_size, dtype),
+        _tokens(v, blocks.value_size, dtype),
+        blocks.time_on_lanes(g),
+        blocks.time_on_lanes(beta),
+        None if packing is None else blocks.row_documents(packing),
+    )

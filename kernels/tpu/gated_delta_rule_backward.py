@@ -1,0 +1,259 @@
+"""Gated delta rule backward: one fused kernel, backward in time, dS in vector memory.
+
+Per value head and chunk, with the forward's S (before the chunk), T^T, u, A and decays, dS the
+gradient of the state after the chunk, and s the scale:
+
+    du = s A^T do + end * beta * (k dS)
+    dx = T^T du                                      x = v - start * k S, so dv = dx
+    dA = s (do u^T) * pairs * beta_j
+    dM = -strict(dx u^T) * pairs * beta_j            no gradient passes through the inverse
+    dq     = dA k + (s start * do) S^T
+    dk     = dk_read + dk_write
+      read   = dM k - (start * dx) S^T
+      write  = dA^T q + dM^T k + (end * beta * u) dS^T
+    dS <- total dS + q^T (s start * do) - k^T (start * dx)
+    dbeta  = diagonal(dx u^T) / beta
+
+Of the decay, with G its sum within the chunk (`decay.py`):
+
+    dG_i  = sum(q_i dq_i) + sum(k_i dk_read_i) - sum(k_i dk_write_i)
+    dG_C += sum(dS * total S) + sum(k * (end * beta * u) dS^T)
+
+A head's dq and dk are summed over the value heads that read it, in float32. Every term of dG that
+cancels is the same number on both sides, rounding included.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from ..operation import Options
+from ..packing import CHUNK
+from .blocks import Blocks, chunk_rows, clear_padding, document_ends, iota, lanes, widen
+from .call import pallas_call
+from .decay import ChunkDecay, chunk_documents
+from .dots import NT, dot
+from .lockstep import lockstep
+from .norm import normalize, normalize_gradient
+
+
+def backward(
+    blocks: Blocks,
+    options: Options,
+    prefetched: tuple[Array, ...],
+    q: Float[Array, "B T H*K"],
+    k: Float[Array, "B T H*K"],
+    g: Float[Array, "B HV/heads heads S"],
+    beta: Float[Array, "B HV/heads heads S"],
+    row_document: Int[Array, "B 1 S"] | None,
+    do: Float[Array, "B T HV*V"],
+    chunk_states: Float[Array, "B HV chunks K V"],
+    inverses: Float[Array, "B HV chunks C C"],
+    us: Float[Array, "B HV chunks C V"],
+    dstates: Float[Array, "B N HV K V"],
+):
+    """Gradients of q, k, v, g, beta and of the initial states.
+
+    Those of q and k are `[B, T, sharing * H * K]`, and float32 if they remain to be summed.
+    """
+    sizes = (blocks.key_size, blocks.value_size)
+    dq = jax.ShapeDtypeStruct(
+        (*q.shape[:2], q.shape[2] * blocks.sharing),
+        q.dtype if blocks.sharing == 1 else jnp.float32,
+    )
+    gate = jax.ShapeDtypeStruct(g.shape, g.dtype)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(prefetched),
+        grid=blocks.grid,
+        in_specs=[
+            blocks.keys(),
+            blocks.keys(),
+            blocks.gates(),
+            blocks.gates(),
+            None if row_document is None else blocks.row_document(),
+            blocks.values(),
+            blocks.per_chunk(*sizes),
+            blocks.per_chunk(CHUNK, CHUNK),
+            blocks.per_chunk(CHUNK, blocks.value_size),
+            blocks.states(),
+        ],
+        out_specs=[
+            blocks.key_gradients(),
+            blocks.key_gradients(),
+            blocks.values(),
+            blocks.gates(),
+            blocks.gates(),
+            blocks.states(),
+        ],
+        scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
+    )
+    operands = (
+        *prefetched, q, k, g, beta, row_document, do, chunk_states, inverses, us, dstates,
+    )  # fmt: skip
+    return pallas_call(
+        functools.partial(_kernel, blocks, options),
+        grid_spec=grid_spec,
+        out_shape=[
+            dq,
+            dq,
+            jax.ShapeDtypeStruct(do.shape, do.dtype),
+            gate,
+            gate,
+            jax.ShapeDtypeStruct(dstates.shape, dstates.dtype),
+        ],
+        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 5},
+        compiler_params=blocks.compiler_params,
+        name="gated_delta_rule_backward",
+    )(*operands)
+
+
+def _kernel(
+    blocks,
+    options,
+    documents,
+    padding,
+    chunk_ends,
+    q,
+    k,
+    g,
+    beta,
+    row_document,
+    do,
+    chunk_states,
+    inverses,
+    us,
+    dfinal_state,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    dinitial_state,
+    dstate,
+):
+    first, last = document_ends(blocks, documents)
+
+    @pl.when(last)
+    def _():
+        dstate[...] = dfinal_state[...]
+
+    clear_padding(blocks, padding, row_document, q, k, do)
+    dtype = q.dtype
+    precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
+
+    @functools.cache
+    def decay(chunk):
+        rows = chunk_rows(chunk)
+        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        decay = ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
+        return decay, beta[:, rows], decay.ends() * beta[:, rows].T
+
+    @functools.cache
+    def key_head(chunk, j):
+        index = chunk_rows(chunk), lanes(j, blocks.key_size)
+        qj, kj, norms = q[index], k[index], (None, None)
+        if options.qk_l2norm:
+            (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
+            qj, kj, norms = qj.astype(dtype), kj.astype(dtype), (q_norm, k_norm)
+        transposed = jnp.concatenate([qj.T, kj.T], axis=1)
+        return qj, kj, norms, transposed, dot(qj, kj, precision, NT)
+
+    key_gradients = {}
+    gate_gradients = {}
+
+    def value_head(chunk, h):
+        index = chunk_rows(chunk), lanes(h, blocks.value_size)
+        qh, kh, _, transposed, scores = key_head(chunk, h // blocks.group)
+        yield
+        chunk_decay, betas, write_columns = decay(chunk)
+        pairs, start, _, total = chunk_decay.head(h)
+        yield
+        pairs *= betas[h : h + 1]
+        start, total = widen(start, blocks.value_size), widen(total, blocks.value_size)
+        ends = widen(_column(write_columns, h), blocks.value_size)
+        attention = (options.scale * scores * pairs).astype(dtype)
+        after = dstate[h]
+        d_after = after.astype(dtype)
+        doh, u, before = do[index], us[h, chunk], chunk_states[h, chunk]
+        yield
+        du = ends * dot(kh, d_after, precision)
+        du += dot(attention.T, doh, precision)
+        yield
+        dx = dot(inverses[h, chunk], du.astype(dtype), precision)
+        yield
+        dv[index] = dx.astype(dtype)
+        both = jnp.concatenate([doh, dx.astype(dtype)], axis=0)
+        starting = jnp.concatenate([options.scale * start * doh, -start * dx], axis=0)
+        starting = starting.astype(dtype)
+        carried = total * after
+        dstate[h] = carried + dot(transposed, starting, precision)
+        yield
+        dscores = dot(both, u, precision, NT)
+        yield
+        write = dot((ends * u).astype(dtype), d_after, precision, NT)
+        yield
+        dattention = (options.scale * dscores[:CHUNK] * pairs).astype(dtype)
+        dm = jnp.where(iota(0) > iota(1), -dscores[CHUNK:] * pairs, 0.0).astype(dtype)
+        yield
+        d_read = dot(
+            jnp.concatenate([jnp.concatenate([dattention, dm], axis=0), starting], axis=1),
+            jnp.concatenate([kh, before.T], axis=0),
+            precision,
+        )
+        yield
+        d_write = write + dot(
+            jnp.concatenate([dattention.T, dm.T], axis=1),
+            jnp.concatenate([qh, kh], axis=0),
+            precision,
+        )
+        yield
+        dqh, dk_read = d_read[:CHUNK], d_read[CHUNK:]
+        cancelling = (qh * dqh + kh * (dk_read - d_write)).T
+        at_end = jnp.sum(kh * write, keepdims=True) + jnp.sum(carried * before, keepdims=True)
+        yield
+        dG = jnp.sum(cancelling, axis=0, keepdims=True)
+        dG = jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
+        diagonal = jnp.where(iota(0) == iota(1), dscores[CHUNK:], 0.0)
+        gate_gradients[chunk, h] = dG, jnp.sum(diagonal, axis=0, keepdims=True) / betas[h : h + 1]
+        add_key_gradients(chunk, h, dqh, dk_read + d_write)
+        yield
+
+    def add_key_gradients(chunk, h, *gradients):
+        j, member = divmod(h, blocks.group)
+        if member:
+            gradients = [
+                a + b for a, b in zip(key_gradients.pop((chunk, j)), gradients, strict=True)
+            ]
+        if member < blocks.group - 1 and h < blocks.heads - 1:
+            key_gradients[chunk, j] = gradients
+            return
+        qj, kj, norms, *_ = key_head(chunk, j)
+        for ref, x, norm, gradient in zip((dq, dk), (qj, kj), norms, gradients, strict=True):
+            if options.qk_l2norm:
+                gradient = normalize_gradient(x, norm, gradient)
+            ref[chunk_rows(chunk), lanes(j, blocks.key_size)] = gradient.astype(ref.dtype)
+
+    def head(h):
+        for chunk in reversed(range(blocks.chunks)):
+            yield from value_head(chunk, h)
+
+    lockstep(map(head, range(blocks.heads)))
+    for chunk in range(blocks.chunks):
+        dG, d_beta = (
+            jnp.concatenate(rows, axis=0)
+            for rows in zip(*(gate_gradients[chunk, h] for h in range(blocks.heads)), strict=True)
+        )
+        dg[:, chunk_rows(chunk)] = decay(chunk)[0].gradient(dG)
+        dbeta[:, chunk_rows(chunk)] = d_beta
+
+    @pl.when(first)
+    def _():
+        dinitial_state[...] = dstate[...]
+
+
+def _column(x, h):
+    return jnp.broadcast_to(x[:, h : h + 1], (CHUNK, CHUNK))

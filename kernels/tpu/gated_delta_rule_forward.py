@@ -1,0 +1,183 @@
+"""Gated delta rule forward: one kernel, forward in time, with the state in vector memory.
+
+Per value head and chunk of C tokens, with the decays of `decay.py` and the chunk's initial state S:
+
+    M  = strict(k k^T) * pairs * beta_j          [C, C]; what is written is beta u
+    T  = (I + M)^-1                              see `triangular_inverse.py`
+    u  = T (v - start * k S)                     [C, V]
+    A  = (q k^T) * pairs * beta_j
+    o  = scale (start * q S + A u)
+    S <- total S + k^T (end * beta * u)
+
+Saved for the backward: S before each chunk and u in the compute dtype, and T^T in float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from ..operation import Options
+from ..packing import CHUNK
+from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lanes, widen
+from .call import pallas_call
+from .decay import ChunkDecay, chunk_documents
+from .dots import NT, dot
+from .lockstep import lockstep
+from .norm import normalize
+from .triangular_inverse import triangular_inverse
+
+
+def forward(
+    blocks: Blocks,
+    options: Options,
+    save: bool,
+    prefetched: tuple[Array, ...],
+    q: Float[Array, "B T H*K"],
+    k: Float[Array, "B T H*K"],
+    v: Float[Array, "B T HV*V"],
+    g: Float[Array, "B HV/heads heads S"],
+    beta: Float[Array, "B HV/heads heads S"],
+    row_document: Int[Array, "B 1 S"] | None,
+    states: Float[Array, "B N HV K V"],
+) -> tuple[
+    Float[Array, "B T HV*V"],
+    Float[Array, "B N HV K V"],
+    Float[Array, "B HV chunks K V"] | None,
+    Float[Array, "B HV chunks C C"] | None,
+    Float[Array, "B HV chunks C V"] | None,
+]:
+    """Outputs, new states and, with `save`, what the backward reads: S, T^T and u."""
+    sizes = (blocks.key_size, blocks.value_size)
+    saved = [(sizes, v.dtype), ((CHUNK, CHUNK), jnp.float32), ((CHUNK, sizes[1]), v.dtype)]
+    chunks = (blocks.batch, blocks.value_heads, blocks.num_chunks)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(prefetched),
+        grid=blocks.grid,
+        in_specs=[
+            blocks.keys(),
+            blocks.keys(),
+            blocks.values(),
+            blocks.gates(),
+            blocks.gates(),
+            None if row_document is None else blocks.row_document(),
+            blocks.states(),
+        ],
+        out_specs=[
+            blocks.values(),
+            blocks.states(),
+            *(blocks.per_chunk(*shape) if save else None for shape, _ in saved),
+        ],
+        scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
+    )
+    operands = (*prefetched, q, k, v, g, beta, row_document, states)
+    return pallas_call(
+        functools.partial(_kernel, blocks, options),
+        grid_spec=grid_spec,
+        out_shape=[
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+            *(
+                jax.ShapeDtypeStruct((*chunks, *shape), dtype) if save else None
+                for shape, dtype in saved
+            ),
+        ],
+        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 1},
+        compiler_params=blocks.compiler_params,
+        name="gated_delta_rule_forward",
+    )(*operands)
+
+
+def _kernel(
+    blocks,
+    options,
+    documents,
+    padding,
+    chunk_ends,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    row_document,
+    initial_state,
+    o,
+    final_state,
+    chunk_states,
+    inverses,
+    us,
+    state,
+):
+    first, last = document_ends(blocks, documents)
+
+    @pl.when(first)
+    def _():
+        state[...] = initial_state[...]
+
+    clear_padding(blocks, padding, row_document, q, k, v)
+    dtype = q.dtype
+    precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
+
+    @functools.cache
+    def decay(chunk):
+        rows = chunk_rows(chunk)
+        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        decay = ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
+        return decay, beta[:, rows], decay.ends() * beta[:, rows].T
+
+    @functools.cache
+    def key_head(chunk, j):
+        index = chunk_rows(chunk), lanes(j, blocks.key_size)
+        qj, kj = q[index], k[index]
+        if options.qk_l2norm:
+            qj, kj = (normalize(x)[0].astype(dtype) for x in (qj, kj))
+        both = jnp.concatenate([kj, qj], axis=0)
+        return both, kj.T, dot(both, kj, precision, NT)
+
+    def value_head(chunk, h):
+        index = chunk_rows(chunk), lanes(h, blocks.value_size)
+        both, keys, scores = key_head(chunk, h // blocks.group)
+        yield
+        chunk_decay, betas, write_columns = decay(chunk)
+        pairs, start, _, total = chunk_decay.head(h)
+        yield
+        pairs *= betas[h : h + 1]
+        attention = (scores[CHUNK:] * pairs).astype(dtype)
+        m = scores[:CHUNK] * pairs
+        yield
+        inverse = yield from triangular_inverse(m, precision)
+        before = state[h]
+        reads = dot(both, before.astype(dtype), precision)
+        yield
+        start = widen(start, blocks.value_size)
+        x = (v[index] - start * reads[:CHUNK]).astype(dtype)
+        u = dot(inverse, x, precision)
+        yield
+        writes = widen(_column(write_columns, h), blocks.value_size) * u
+        if us is not None:
+            chunk_states[h, chunk] = before.astype(dtype)
+            inverses[h, chunk] = inverse.T
+            us[h, chunk] = u.astype(dtype)
+        written = dot(attention, u.astype(dtype), precision)
+        added = dot(keys, writes.astype(dtype), precision)
+        yield
+        o[index] = (options.scale * (start * reads[CHUNK:] + written)).astype(dtype)
+        state[h] = widen(total, blocks.value_size) * before + added
+        yield
+
+    def head(h):
+        for chunk in range(blocks.chunks):
+            yield from value_head(chunk, h)
+
+    lockstep(map(head, range(blocks.heads)))
+
+    @pl.when(last)
+    def _():
+        final_state[...] = state[...]
+
+
+def _column(x, h):
+    return jnp.broadcast_to(x[:, h : h + 1], (CHUNK, CHUNK))
