@@ -27,8 +27,8 @@ class ShardingConfig:
     Example:
 
     >>> from gla_layers import ShardingConfig
-    >>> ShardingConfig.fsdp_tensor().in_kernel
-    PartitionSpec('fsdp', 'tensor')
+    >>> tuple(ShardingConfig.fsdp_tensor().in_kernel)
+    ('fsdp', 'tensor')
     >>> ShardingConfig().in_kernel is None
     True
     """
