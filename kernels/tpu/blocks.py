@@ -143,6 +143,11 @@ class Blocks:
         lanes = self.heads * self.value_size
         return pl.BlockSpec((None, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h))
 
+    def channel_gates(self) -> pl.BlockSpec:
+        """Of gates `[B, T, HV * K]`, one per key channel."""
+        lanes = self.heads * self.key_size
+        return pl.BlockSpec((None, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h))
+
     def gates(self) -> pl.BlockSpec:
         """Of `time_on_lanes`."""
         return pl.BlockSpec(
@@ -257,11 +262,6 @@ def chunk_rows(chunk: int) -> slice:
     return slice(chunk * CHUNK, (chunk + 1) * CHUNK)
 
 
-def lanes(head: int, size: int) -> slice:
-    """Where a head lies in a block of tokens."""
-    return slice(head * size, (head + 1) * size)
-
-
 def document_ends(blocks: Blocks, documents) -> tuple[Array, Array]:
     """Whether this grid step is its document's first, and whether it is the last, in time."""
     time = blocks.time(pl.program_id(2))
@@ -301,14 +301,27 @@ def clear_padding(blocks: Blocks, padding, row_document, *tokens) -> None:
     jax.lax.fori_loop(0, has_padding * (blocks.rows // slab[0]), clear, None)
 
 
+def clear_missing_chunks(blocks: Blocks, *refs) -> None:
+    """Zero what blocks of `Blocks.per_chunk` hold past the last chunk: it may be NaN."""
+    missing = blocks.steps * blocks.chunks - blocks.num_chunks
+    if not missing:
+        return
+
+    @pl.when(blocks.time(pl.program_id(2)) == blocks.steps - 1)
+    def _():
+        for ref in refs:
+            shape = (blocks.heads, missing, *ref.shape[2:])
+            ref[:, blocks.chunks - missing :] = jnp.zeros(shape, ref.dtype)
+
+
 def column(row: Array) -> Array:
     """`[1, CHUNK]` to `[CHUNK, CHUNK]`, entry i in all lanes of row i."""
     return jnp.broadcast_to(row, (CHUNK, CHUNK)).T
 
 
-def widen(x: Array, size: int) -> Array:
-    """A column whose lanes are all alike, `[rows, LANES]`, as `[rows, size]`."""
-    return jnp.concatenate([x] * pl.cdiv(size, LANES), axis=1)[:, :size]
+def widen(x: Array, lanes: int) -> Array:
+    """A column whose lanes are all alike, `[rows, LANES]`, as `[rows, lanes]`."""
+    return jnp.concatenate([x] * (lanes // LANES), axis=1)
 
 
 def iota(axis: int) -> Array:

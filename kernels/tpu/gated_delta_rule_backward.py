@@ -33,10 +33,11 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
-from .blocks import Blocks, chunk_rows, clear_padding, document_ends, iota, lanes, widen
+from .blocks import Blocks, chunk_rows, clear_padding, document_ends, iota, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
+from .heads import lanes_of
 from .lockstep import lockstep
 from .norm import normalize, normalize_gradient
 
@@ -154,7 +155,7 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        index = chunk_rows(chunk), lanes(j, blocks.key_size)
+        index = chunk_rows(chunk), lanes_of(j, blocks.key_size)
         qj, kj, norms = q[index], k[index], (None, None)
         if options.qk_l2norm:
             (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
@@ -166,7 +167,7 @@ def _kernel(
     gate_gradients = {}
 
     def value_head(chunk, h):
-        index = chunk_rows(chunk), lanes(h, blocks.value_size)
+        index = chunk_rows(chunk), lanes_of(h, blocks.value_size)
         qh, kh, _, transposed, scores = key_head(chunk, h // blocks.group)
         yield
         chunk_decay, betas, write_columns = decay(chunk)
@@ -235,7 +236,7 @@ def _kernel(
         for ref, x, norm, gradient in zip((dq, dk), (qj, kj), norms, gradients, strict=True):
             if options.qk_l2norm:
                 gradient = normalize_gradient(x, norm, gradient)
-            ref[chunk_rows(chunk), lanes(j, blocks.key_size)] = gradient.astype(ref.dtype)
+            ref[chunk_rows(chunk), lanes_of(j, blocks.key_size)] = gradient.astype(ref.dtype)
 
     def head(h):
         for chunk in reversed(range(blocks.chunks)):

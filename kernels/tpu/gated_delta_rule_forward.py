@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
-from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lanes, widen
+from .blocks import Blocks, chunk_rows, clear_padding, document_ends, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
+from .heads import lanes_of
 from .lockstep import lockstep
 from .norm import normalize
 from .triangular_inverse import triangular_inverse
@@ -130,7 +131,7 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        index = chunk_rows(chunk), lanes(j, blocks.key_size)
+        index = chunk_rows(chunk), lanes_of(j, blocks.key_size)
         qj, kj = q[index], k[index]
         if options.qk_l2norm:
             qj, kj = (normalize(x)[0].astype(dtype) for x in (qj, kj))
@@ -138,7 +139,7 @@ def _kernel(
         return both, kj.T, dot(both, kj, precision, NT)
 
     def value_head(chunk, h):
-        index = chunk_rows(chunk), lanes(h, blocks.value_size)
+        index = chunk_rows(chunk), lanes_of(h, blocks.value_size)
         both, keys, scores = key_head(chunk, h // blocks.group)
         yield
         chunk_decay, betas, write_columns = decay(chunk)

@@ -38,7 +38,7 @@ class HeadWriter:
 
     def write(self, chunk: int, head: int, x: Float[Array, "C lanes"]) -> None:
         """Store a head; of two that share a register the second stores both."""
-        lanes = _lanes(head, self.size)
+        lanes = lanes_of(head, self.size)
         whole = self._registers.add((chunk, lanes.start), _heads_a_register(self.size), x)
         if whole is not None:
             self.ref[chunk_rows(chunk), lanes] = whole[0].astype(self.ref.dtype)
@@ -46,7 +46,7 @@ class HeadWriter:
 
 def read_head(ref, chunk: int, head: int, size: int) -> Float[Array, "C lanes"]:
     """A head out of a block `[rows, heads * size]`, at least a register wide."""
-    x = ref[chunk_rows(chunk), _lanes(head, size)]
+    x = ref[chunk_rows(chunk), lanes_of(head, size)]
     if _heads_a_register(size) == 1:
         return x
     own = iota(1) // size == head % _heads_a_register(size)
@@ -71,11 +71,23 @@ def own_state(x: Float[Array, "lanes lanes"], head: int, blocks: Blocks) -> Floa
     ]
 
 
+def place_lanes(x: Float[Array, "C D"], head: int, size: int) -> Float[Array, "C lanes"]:
+    """What `own_lanes` took, with zeros in another head's lanes."""
+    parts = [jnp.zeros_like(x)] * _heads_a_register(size)
+    parts[head % len(parts)] = x
+    return jnp.concatenate(parts, axis=1)
+
+
+def own_lanes(x: Float[Array, "C lanes"], head: int, size: int) -> Float[Array, "C D"]:
+    """A head out of registers that it may share."""
+    return x[:, _within_register(head, size)]
+
+
 def _heads_a_register(size: int) -> int:
     return max(1, LANES // size)
 
 
-def _lanes(head: int, size: int) -> slice:
+def lanes_of(head: int, size: int) -> slice:
     width = max(size, LANES)
     start = head * size // width * width
     return slice(start, start + width)

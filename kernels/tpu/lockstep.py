@@ -15,6 +15,12 @@ def lockstep(chains: Iterable[Chain], skew: int = 0) -> None:
 
     A chain that reads what an earlier one writes must be skewed past that write.
     """
+    for _ in interleaved(chains, skew):
+        pass
+
+
+def interleaved(chains: Iterable[Chain], skew: int = 0) -> Chain:
+    """The chains as one, which yields after each of their turns; see `lockstep`."""
     waiting = [(i * skew, chain) for i, chain in enumerate(chains)]
     turn = 0
     while waiting:
@@ -23,6 +29,7 @@ def lockstep(chains: Iterable[Chain], skew: int = 0) -> None:
             if turn < start or next(chain, _ENDED) is not _ENDED:
                 still.append((start, chain))
         waiting, turn = still, turn + 1
+        yield
 
 
 _ENDED = object()

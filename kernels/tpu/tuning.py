@@ -6,6 +6,7 @@ final schedule, at B = 1, T = 8192, heads of 128, bfloat16.
 
 import dataclasses
 
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 MIB = 1 << 20
@@ -49,6 +50,20 @@ TABLE: dict[str, dict[str, Tuning]] = {
         "v6e": Tuning(16, 1, 96 * MIB),
         "7x": Tuning(16, 1, 48 * MIB),
     },
+    "kda_forward": {
+        "v4": Tuning(2, 1, 16 * MIB),
+        "v5e": Tuning(8, 2, 96 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB),
+        "v6e": Tuning(8, 2, 96 * MIB),
+        "7x": Tuning(8, 2, 48 * MIB),
+    },
+    "kda_backward": {
+        "v4": Tuning(2, 1, 16 * MIB),
+        "v5e": Tuning(8, 1, 96 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB),
+        "v6e": Tuning(16, 1, 96 * MIB),
+        "7x": Tuning(8, 1, 48 * MIB),
+    },
     "simple_gla_forward": {
         "v4": Tuning(4, 1, 16 * MIB),
         "v5e": Tuning(16, 1, 64 * MIB),
@@ -64,6 +79,22 @@ TABLE: dict[str, dict[str, Tuning]] = {
         "7x": Tuning(16, 1, 48 * MIB),
     },
 }
+
+
+def vector_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The type to multiply operands of `dtype` in: bfloat16 where the vector unit has it."""
+    if dtype == jnp.bfloat16 and _generation() >= 6:
+        return jnp.dtype(jnp.bfloat16)
+    return jnp.dtype(jnp.float32)
+
+
+def has_sublane_gather() -> bool:
+    """Whether the rows of a register can be permuted at will."""
+    return _generation() != 4
+
+
+def _generation() -> int:
+    return pltpu.get_tpu_info().generation if pltpu.is_tpu_device() else 0
 
 
 def tuning(kernel: str) -> Tuning:

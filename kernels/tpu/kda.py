@@ -1,0 +1,104 @@
+"""KDA on Pallas TPU kernels: what surrounds them.
+
+As for `simple_gla.py`; but g, as large as all else together, goes in as it is and is clamped where
+it is read. A beta of exactly 0 acts as 2^-60, which vanishes in float32: the backward pass divides
+by it.
+"""
+
+import jax.numpy as jnp
+
+from . import kda_backward, kda_forward
+from .blocks import Blocks, pad_heads, pad_states
+from .tuning import tuning
+
+SMALLEST_BETA = 2.0**-60
+RESIDUALS = ("states", "inverse", "attention", "v_new")
+
+
+def forward(options, tokens, states, packing, chunk_document):
+    """See `operation.py`. Residuals: S before each chunk, T in float32, A_q and v_new."""
+    outputs, saved = _forward(options, tokens, states, packing, chunk_document, save=True)
+    return outputs, dict(zip(RESIDUALS, saved, strict=True))
+
+
+def outputs(options, tokens, states, packing, chunk_document):
+    """`forward` without the residuals."""
+    return _forward(options, tokens, states, packing, chunk_document, save=False)[0]
+
+
+def _forward(options, tokens, states, packing, chunk_document, *, save):
+    q, _, v, *_ = tokens
+    one_chunk = chunk_document is not None
+    blocks = Blocks.of(q, v, tuning("kda_forward"), one_chunk=one_chunk)
+    o, states, chunk_states, inverse, attention, v_new = kda_forward.forward(
+        blocks,
+        options,
+        save,
+        *_inputs(blocks, tokens, packing, chunk_document),
+        pad_states(states, blocks),
+    )
+    o = o.reshape(*v.shape[:3], -1)[..., : v.shape[3]].astype(v.dtype)
+    key_size, value_size = q.shape[3], v.shape[3]
+    states = states[..., :key_size, :value_size]
+    if not save:
+        return (o, states), None
+    chunk_states = chunk_states[..., :key_size, :value_size]
+    return (o, states), (chunk_states, inverse, attention, v_new[..., :value_size])
+
+
+def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
+    """See `operation.py`."""
+    q, _, v, *_ = tokens
+    one_chunk = chunk_document is not None
+    blocks = Blocks.of(q, v, tuning("kda_backward"), one_chunk=one_chunk, reverse=True)
+    prefetched, q_, k_, _, *gates = _inputs(blocks, tokens, packing, chunk_document)
+    dq, dk, dv, dg, dbeta, dstates = kda_backward.backward(
+        blocks,
+        options,
+        prefetched,
+        q_,
+        k_,
+        *gates,
+        _tokens(do, blocks.value_size, q_.dtype),
+        (
+            pad_states(residuals["states"], blocks),
+            residuals["inverse"],
+            residuals["attention"],
+            pad_heads(residuals["v_new"], blocks.value_size),
+        ),
+        pad_states(dstates, blocks),
+    )
+    key_size, value_size = q.shape[3], v.shape[3]
+    dq, dk = (x.reshape(*q.shape[:3], blocks.sharing, -1).sum(3)[..., :key_size] for x in (dq, dk))
+    dv = dv.reshape(*v.shape[:3], -1)[..., :value_size]
+    dg = dg.reshape(*v.shape[:3], -1)[..., :key_size]
+    dbeta = blocks.time_first(dbeta)
+    if packing is not None:
+        dbeta = jnp.where(packing.valid[..., None], dbeta, 0)
+    return (dq, dk, dv, dg, dbeta), dstates[..., :key_size, :value_size]
+
+
+def _compute_dtype(*tokens):
+    return jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in tokens) else jnp.float32
+
+
+def _tokens(x, size, dtype):
+    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
+
+
+def _inputs(blocks, tokens, packing, chunk_document):
+    q, k, v, g, beta = tokens
+    dtype = _compute_dtype(q, k, v)
+    beta = beta.astype(jnp.float32)
+    if packing is not None:
+        beta = jnp.where(packing.valid[..., None], beta, 0)
+    beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+    return (
+        blocks.prefetched(chunk_document, packing),
+        _tokens(q, blocks.key_size, dtype),
+        _tokens(k, blocks.key_size, dtype),
+        _tokens(v, blocks.value_size, dtype),
+        _tokens(g, blocks.key_size, jnp.float32),
+        blocks.time_on_lanes(beta),
+        None if packing is None else blocks.row_documents(packing),
+    )
