@@ -85,7 +85,7 @@ def _tokens(x, size, dtype):
 
 
 def _inputs(blocks, tokens, packing, chunk_document):
-    q, k, v, *_ = tokens
+    q, k, v, g, beta = tokens
     dtype = _compute_dtype(q, k, v)
     g, beta = jnp.maximum(g.astype(jnp.float32), LOWEST), beta.astype(jnp.float32)
     if packing is not None:
