@@ -163,11 +163,11 @@ class KDA(LinearAttention):
 
     def _gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T HV *K"], ...]:
         logits = self.f_proj(x) + self.dt_bias[...]
-        logits = logits.reshape(*x.shape[:2], self.heads.output, self.heads.key_size)
-        rate = jnp.exp(self.A_log[...])[:, None]
+        rate = jnp.repeat(jnp.exp(self.A_log[...]), self.heads.key_size)
         if self.lower_bound is None:
             decay = -rate * jax.nn.softplus(logits)
         else:
             decay = self.lower_bound * jax.nn.sigmoid(rate * logits)
+        decay = decay.reshape(*x.shape[:2], self.heads.output, self.heads.key_size)
         beta = jax.nn.sigmoid(self.b_proj(x))
         return decay, 2 * beta if self.allow_neg_eigval else beta

@@ -22,13 +22,17 @@ GATES = {"swish": lambda x: x * sigmoid(x), "sigmoid": sigmoid, None: lambda x: 
 @pytest.mark.parametrize("use_scale", [True, False])
 def test_definition(activation, use_scale):
     rng = np.random.default_rng(0)
-    x, gate, scale = rng.normal(size=(2, 3, 8)), rng.normal(size=(2, 3, 8)), rng.normal(size=8)
+    x, gate, scale = rng.normal(size=(5, 3, 8)), rng.normal(size=(5, 3, 8)), rng.normal(size=8)
     norm = GatedRMSNorm(
         8, epsilon=0.1, use_scale=use_scale, activation=activation or "swish", rngs=nnx.Rngs(0)
     )
     if use_scale:
         norm.scale[...] = jnp.asarray(scale, jnp.float32)
-    y = norm(jnp.asarray(x, jnp.float32), jnp.asarray(gate, jnp.float32) if activation else None)
+
+    def flat(a):
+        return jnp.asarray(a, jnp.float32).reshape(5, 24)
+
+    y = norm(flat(x), flat(gate) if activation else None).reshape(5, 3, 8)
     expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.1) * GATES[activation](gate)
     assert difference(y, expected * scale if use_scale else expected) < 1e-6
 
@@ -50,3 +54,8 @@ def test_zero_vector_has_finite_gradients():
 def test_unknown_activation():
     with pytest.raises(ValueError, match=r"activation must be one of .* got 'softmax'"):
         GatedRMSNorm(8, activation="softmax", rngs=nnx.Rngs(0))
+
+
+def test_part_of_a_head():
+    with pytest.raises(ValueError, match=r"x must hold whole heads of 8 .* got shape \(1, 20\)"):
+        GatedRMSNorm(8, rngs=nnx.Rngs(0))(jnp.ones((1, 20)))
