@@ -83,6 +83,13 @@ def own_lanes(x: Float[Array, "C lanes"], head: int, size: int) -> Float[Array, 
     return x[:, _within_register(head, size)]
 
 
+def move_lanes(x: Float[Array, "C lanes"], source: int, target: int, size: int):
+    """A head from where head `source` lies to where head `target` does."""
+    if _within_register(source, size) == _within_register(target, size):
+        return x
+    return place_lanes(own_lanes(x, source, size), target, size)
+
+
 def _heads_a_register(size: int) -> int:
     return max(1, LANES // size)
 

@@ -1,4 +1,21 @@
-"""KDA backward: one fused kernel, backward in time, the state's gradient in vector memory."""
+"""KDA backward: one fused kernel, backward in time, the state's gradient in vector memory.
+
+Per value head and chunk, with the forward's quantities and dS, the gradient of the state after:
+
+    dv_new = A_q^T do + (k until) dS
+    derror = T^T dv_new                              error = beta (v - (k since) S)
+    dv     = beta derror
+    dbeta  = sum(derror * v_new) / beta
+    dS    <- total dS + (q since)^T do - (k since)^T dv
+
+All else waits for nothing from the chunk after: `kda_pairs.py` makes dq, dk and dg of
+
+    dA_q = do v_new^T             dA_k = -dv v_new^T
+    d(q since) = do S^T           d(k since) = -dv S^T           d(k until) = v_new dS^T
+
+and of the gradient of total's exponent, sum over v of (total dS) * S, which is every token's. The
+products T (beta k since) and T (beta v) of the usual form never exist, nor do their gradients.
+"""
 
 import functools
 
@@ -22,8 +39,8 @@ from .blocks import (
 from .call import pallas_call
 from .channel_decay import LEVELS, SUBLANES, pair_masks, token_ranges
 from .decay import chunk_documents
-from .dots import NT, TN, dot
-from .heads import HeadWriter, Sums, own_state, place_lanes, place_state, read_head
+from .dots import NT, TN, dot, pieces
+from .heads import HeadWriter, Sums, move_lanes, own_state, place_lanes, place_state, read_head
 from .kda_pairs import decay_tokens, scaling, score_gradients
 from .lockstep import interleaved, lockstep
 from .norm import normalize, normalize_gradient
@@ -156,20 +173,21 @@ def _kernel(
         return qj, kj, (q_norm, k_norm)
 
     def value_head(chunk, h):
-        rows = chunk_rows(chunk)
+        rows, j = chunk_rows(chunk), h // blocks.group
         betas = widen(column(beta[h : h + 1, rows]), value_lanes)
-        qh, kh, _ = key_head(chunk, h // blocks.group)
+        qh, kh, _ = key_head(chunk, j)
         qh = options.scale * qh
-        gh = read_head(g, chunk, h, blocks.key_size)
+        gh = move_lanes(read_head(g, chunk, h, blocks.key_size), h, j, blocks.key_size)
         document = documents_of(chunk)
         levels = decay_tokens(qh, kh, gh, document, scaled)
         whole = levels[LEVELS]
         doh = read_head(do, chunk, h, blocks.value_size)
         v_new = place_lanes(new_values[h, chunk], h, blocks.value_size)
         before, dafter = place_state(chunk_states[h, chunk], h, blocks), dstate[h]
+        terms = [dafter] if dtype == jnp.float32 else pieces(dafter, 2)
         dv_new = product(
-            jnp.concatenate([attentions[h, chunk].T, whole.keys], axis=1),
-            jnp.concatenate([doh, dafter.astype(dtype)]),
+            jnp.concatenate([attentions[h, chunk].T] + [whole.keys] * len(terms), axis=1),
+            jnp.concatenate([doh, *terms]),
         )
         yield
         derror = product(inverses[h, chunk].T, dv_new.astype(dtype))
@@ -184,7 +202,12 @@ def _kernel(
         yield
         dreads = whole.since * product(drows, before, contraction=NT).reshape(2, CHUNK, -1)
         yield
-        dkeys = whole.until * product(v_new, dafter.astype(dtype), contraction=NT)
+        dkeys = product(
+            jnp.concatenate([v_new] * len(terms), axis=1),
+            jnp.concatenate(terms, axis=1),
+            contraction=NT,
+        )
+        dkeys = whole.until * dkeys
         yield
         dscores = product(drows, v_new, contraction=NT).reshape(2, CHUNK, CHUNK)
         yield
@@ -202,9 +225,10 @@ def _kernel(
         exponents = jnp.concatenate([x.astype(dtype) for x in exponents])
         dgh = of_token + product(ranges[...], exponents) + sums[:, :key_lanes]
         yield
-        dg_writer.write(chunk, h, jnp.where(gh > 0, 0.0, dgh))
+        dgh = jnp.where(gh > 0, 0.0, dgh)
+        dg_writer.write(chunk, h, move_lanes(dgh, j, h, blocks.key_size))
         dqh = options.scale * (dqh + dreads[0])
-        write_keys(chunk, h // blocks.group, dqh, dkh + dreads[1] + dkeys)
+        write_keys(chunk, j, dqh, dkh + dreads[1] + dkeys)
 
     def write_keys(chunk, j, *gradients):
         sums = groups.add((chunk, j), min(blocks.group, blocks.heads), *gradients)

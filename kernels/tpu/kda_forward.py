@@ -30,7 +30,7 @@ from .call import pallas_call
 from .channel_decay import LEVELS
 from .decay import chunk_documents
 from .dots import dot
-from .heads import HeadWriter, own_lanes, own_state, place_state, read_head
+from .heads import HeadWriter, move_lanes, own_lanes, own_state, place_state, read_head
 from .kda_pairs import decay_tokens, scaling, scores
 from .lockstep import interleaved, lockstep
 from .norm import normalize
@@ -143,9 +143,11 @@ def _kernel(
         return options.scale * qj, kj
 
     def value_head(chunk, h):
+        j = h // blocks.group
         betas = column(beta[h : h + 1, chunk_rows(chunk)])
-        qh, kh = key_head(chunk, h // blocks.group)
+        qh, kh = key_head(chunk, j)
         vh, gh = read_head(v, chunk, h, blocks.value_size), read_head(g, chunk, h, blocks.key_size)
+        gh = move_lanes(gh, h, j, blocks.key_size)
         document = documents_of(chunk)
         levels = decay_tokens(qh, kh, gh, document, scaled)
         whole = levels[LEVELS]

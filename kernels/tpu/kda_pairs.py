@@ -102,43 +102,58 @@ def score_gradients(
     levels: list[Decayed],
     q: Float[Array, "C K"],
     k: Float[Array, "C K"],
-    d_scores: tuple[Float[Array, "C C"], Float[Array, "C C"]],
+    dscores: Float[Array, "2 C C"],
     masks: Float[Array, "2*LEVELS+1 C C"],
     dot: Product,
     scaled: Product,
 ) -> Generator[None, None, tuple[Array, Array, list[Array]]]:
-    """dq, dk and the exponents' gradients, level by level, of `d_scores` = (dA_q, dA_k)."""
+    """dq, dk and each level's gradient of exponents, of `dscores` = (dA_q, dA_k)."""
+    dlevels, dq = yield from _operand_gradients(levels, q, dscores, masks, dot, scaled)
+    dk, exponents = jnp.zeros_like(k), []
+    for level, (operands, gradients) in enumerate(zip(levels, dlevels, strict=False)):
+        dquery, dreader = operands.since * gradients.queries, operands.since * gradients.readers
+        dkey = operands.until * gradients.keys
+        exponent = upper_rows(q, level) * dquery + upper_rows(k, level) * dreader
+        if level:
+            exponent = both_rows(lower_rows(k, level) * dkey, exponent, level)
+        exponents.append(exponent)
+        dq = add_upper(dq, dquery, level)
+        dk += both_rows(dkey, dreader, level)
+    return dq, dk, exponents
+
+
+class _Gradients(NamedTuple):
+    """Of a level's operands; those of the keys are of the lower rows."""
+
+    queries: Float[Array, "rows K"]
+    readers: Float[Array, "rows K"]
+    keys: Float[Array, "rows K"]
+
+
+def _operand_gradients(levels, q, dscores, masks, dot, scaled):
+    """Of all levels' operands; and of q by A_q's diagonal."""
     dtype = levels[0].keys.dtype
-    d_scores = [x.astype(dtype) for x in d_scores]
-    transposed = [x.T for x in d_scores]
+    dscores = [x.astype(dtype) for x in dscores]
+    transposed = [x.T for x in dscores]
     yield
-    d_reads, d_keys = [], []
+    gradients = []
     for level, operands in enumerate(levels[:LEVELS]):
         mask, mask_t = masks[level], masks[LEVELS + 1 + level]
-        pairs = [scaled(upper_rows(x, level), upper_rows(mask, level)) for x in d_scores]
+        pairs = [scaled(upper_rows(x, level), upper_rows(mask, level)) for x in dscores]
         pairs_t = [scaled(lower_rows(x, level), lower_rows(mask_t, level)) for x in transposed]
         reads = [operands.queries, operands.readers]
         if level >= TILE_LEVELS:
             reads = [both_rows(x, x, level) for x in reads]
         if level == 0:
-            pairs.append(scaled(d_scores[0], masks[LEVELS]))
+            pairs.append(scaled(dscores[0], masks[LEVELS]))
             pairs_t.append(scaled(transposed[0], masks[LEVELS]))
             reads.append(q.astype(dtype))
-        d_reads.append(dot(jnp.concatenate(pairs), operands.keys))
+        dreads = dot(jnp.concatenate(pairs), operands.keys)
         yield
-        d_keys.append(dot(jnp.concatenate(pairs_t, axis=1), jnp.concatenate(reads)))
+        dkeys = dot(jnp.concatenate(pairs_t, axis=1), jnp.concatenate(reads))
         yield
-    d_queries, d_readers, dq = jnp.split(d_reads[0], 3)
-    dk, exponents = jnp.zeros_like(k), []
-    for level, operands in enumerate(levels[:LEVELS]):
-        if level:
-            d_queries, d_readers = jnp.split(d_reads[level], 2)
-        d_query, d_reader = operands.since * d_queries, operands.since * d_readers
-        d_key = operands.until * d_keys[level]
-        exponent = upper_rows(q, level) * d_query + upper_rows(k, level) * d_reader
-        if level:
-            exponent = both_rows(lower_rows(k, level) * d_key, exponent, level)
-        exponents.append(exponent)
-        dq = add_upper(dq, d_query, level)
-        dk += both_rows(d_key, d_reader, level)
-    return dq, dk, exponents
+        dqueries, dreaders, *own = jnp.split(dreads, len(pairs))
+        gradients.append(_Gradients(dqueries, dreaders, dkeys))
+        if level == 0:
+            (dq,) = own
+    return gradients, dq
