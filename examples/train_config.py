@@ -39,7 +39,7 @@ class Config:
     run_dir: Path | None = None
     """Where the run lives; runs/<preset>-<mixer> by default."""
 
-    steps: int = 300
+    steps: int = 240
     """Updates of the parameters."""
     batch_size: int = 8
     """Rows a batch."""
@@ -47,7 +47,7 @@ class Config:
     """Tokens a row."""
     accumulate: int = 1
     """Batches an update."""
-    learning_rate: float = 4e-3
+    learning_rate: float = 5e-3
     """Peak learning rate."""
     warmup: float = 0.1
     """Fraction of the steps until the peak; a cosine leads from there to a tenth of it."""
@@ -66,9 +66,9 @@ class Config:
 
     log_every: int = 10
     """Updates between two looks at the loss."""
-    eval_every: int = 50
+    eval_every: int = 60
     """Updates between two evaluations."""
-    checkpoint_every: int = 50
+    checkpoint_every: int = 60
     """Updates between two checkpoints."""
     keep_checkpoints: int = 2
     """Checkpoints that stay."""

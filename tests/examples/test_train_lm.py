@@ -116,7 +116,7 @@ def test_stopped_runs_end_as_a_whole_one(tmp_path, monkeypatch, capsys):
     changed = ["--run-dir", stopped, "--learning-rate", "0.1", "--log-every", "7"]
     code, error = fail(monkeypatch, capsys, *COMMAND, *changed)
     assert code == 1
-    assert "learning_rate was 0.004 and is now 0.1; give the old values" in error
+    assert "learning_rate was 0.005 and is now 0.1; give the old values" in error
 
 
 def fail(monkeypatch, capsys, *arguments):
