@@ -20,6 +20,10 @@ from tqdm import tqdm
 from gla_layers import LanguageModel
 
 
+class Diverged(Exception):
+    """The loss is no number any more."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """What happens when, counted in updates of the parameters.
@@ -60,6 +64,9 @@ def train(
 
     Returns:
         The last step taken, which is saved.
+
+    Raises:
+        Diverged: nothing since the loss was a number is saved.
     """
     pending = PendingLosses()
     with tqdm(total=schedule.steps, initial=start, unit="step") as progress:
@@ -108,6 +115,9 @@ class PendingLosses:
     def rows(self) -> list[Row]:
         """Wait for the losses; a row of metrics for each step."""
         bits = {step: np.mean(losses) / math.log(2) for step, losses in self._losses.items()}
+        for step, mean in bits.items():
+            if not math.isfinite(mean):
+                raise Diverged(f"the loss of step {step} is {mean}; try a lower learning_rate")
         speed = self._num_tokens / (time.perf_counter() - self._began)
         return [
             {"step": step, "bits_per_byte": float(mean), "tokens_per_second": speed}

@@ -79,7 +79,13 @@ def _read(path: Path) -> list[Row]:
     if not path.exists():
         return []
     *lines, _ = path.read_text().split("\n")
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must hold an object of JSON on every line; move it away to go on without the "
+            "record of earlier steps"
+        ) from error
 
 
 def _replace(path: Path, rows: Iterable[Row]) -> None:

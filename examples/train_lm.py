@@ -31,7 +31,7 @@ from data import (
 )
 from flax import nnx
 from interrupts import Interrupts
-from loop import Schedule, bits_per_byte, train
+from loop import Diverged, Schedule, bits_per_byte, train
 from metrics import Metrics, Row, plot_loss
 from optimizer import make_optimizer
 from run_directory import RunDirectory
@@ -57,7 +57,7 @@ MAY_CHANGE = frozenset(
 
 def main() -> None:
     """Train, evaluate, sample, and print the result."""
-    with one_sentence_errors():
+    with one_sentence_errors(ValueError, OSError):
         config = parse_command_line(sys.argv[1:], __doc__)
         text = load_text(config.text, config.held_out_bytes)
         model_config = LanguageModelConfig.preset(
@@ -121,11 +121,12 @@ def train_or_stop(training: Training, config: Config, text: Text, path: Path) ->
         Interrupts() as interrupts,
         Checkpoints(path / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
     ):
-        with one_sentence_errors():
+        with one_sentence_errors(ValueError, OSError):
             start = checkpoints.restore(training)
+            metrics = Metrics(path / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
         if start:
             print(f"going on from step {start} of {path}", file=sys.stderr)
-        with Metrics(path / "metrics.jsonl", last_step=start, tensorboard=tensorboard) as metrics:
+        with metrics, one_sentence_errors(Diverged):
             last_step = train(
                 training,
                 start=start,
@@ -156,11 +157,11 @@ def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) ->
 
 
 @contextlib.contextmanager
-def one_sentence_errors() -> Iterator[None]:
-    """What a user got wrong ends the program with a sentence, not with a traceback."""
+def one_sentence_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """What a user can set right ends the program with a sentence, not with a traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except kinds as error:
         sys.exit(f"train_lm.py: {error}")
 
 

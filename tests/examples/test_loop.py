@@ -9,7 +9,7 @@ import pytest
 from data import evaluation_rows
 from flax import nnx
 from interrupts import Interrupts
-from loop import Schedule, bits_per_byte, train, train_step
+from loop import Diverged, Schedule, bits_per_byte, train, train_step
 from optimizer import make_optimizer
 
 from gla_layers import LanguageModel, LanguageModelConfig
@@ -152,6 +152,12 @@ def test_schedule_of_an_interrupted_run_ends_with_a_save():
     events, last = run(schedule, interrupt_after=4)
     assert last == 4
     assert events[-2:] == [("write", 4, False), ("save", 4)]
+
+
+def test_schedule_stops_before_it_saves_a_run_that_diverged(monkeypatch):
+    monkeypatch.setattr("loop.train_step", lambda *_, **__: np.nan)
+    with pytest.raises(Diverged, match="the loss of step 1 is nan; try a lower learning_rate"):
+        run(Schedule(steps=3, accumulate=1, log_every=1, eval_every=1, checkpoint_every=1))
 
 
 def test_schedule_of_a_resumed_run_goes_on():

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from metrics import Metrics, plot_loss
 
 
@@ -32,6 +33,12 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     with Metrics(path, last_step=1) as metrics:
         metrics.write(rows(2))
     assert read(path) == rows(1, 2)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st#p"\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl must hold an object of JSON"):
+        Metrics(tmp_path / "metrics.jsonl", last_step=1)
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):
