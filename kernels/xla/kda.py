@@ -182,10 +182,10 @@ def _backward(options, dstates, tokens, documents, chunk_document, residuals, do
     terms = _state_gradients(decay, entered, dleft, do, dv, u, dots)
     terms += _attention_gradients(q, k, decay, do, dv, u, dots)
     own = jnp.sum(do.astype(jnp.float32) * u, axis=-1, keepdims=True)
-    dq = own * k + _total(dq for _, dq, _ in terms)
-    dk = own * q + _total(dk for _, _, dk in terms)
+    dq = own * k + sum(dq for _, dq, _ in terms)
+    dk = own * q + sum(dk for _, _, dk in terms)
     dg = decay.passing * jnp.sum(entered.astype(jnp.float32) * dleft, axis=-1)
-    dg = dg[..., None, :] + _total(_sum_back(span, q * dq + k * dk, dots) for span, dq, dk in terms)
+    dg = dg[..., None, :] + sum(_sum_back(span, q * dq + k * dk, dots) for span, dq, dk in terms)
     dq, dk = options.scale * jnp.sum(dq, axis=2), jnp.sum(dk, axis=2)
     if options.qk_l2norm:
         dq = l2norm_gradient(tiles_to_chunks(tokens[0]), dq)
@@ -288,15 +288,14 @@ def _state_gradients(decay, entered, dleft, do, dv, u, dots):
     dq = decay.entering * dots("...iv,...kv->...ik", do, entered)
     dk = -decay.entering * dots("...iv,...kv->...ik", dv, entered)
     dk_kept = decay.leaving * dots("...iv,...kv->...ik", u, dleft)
-    dq, dk, dk_kept = (x.astype(dots.dtype) for x in (dq, dk, dk_kept))
     return [(FROM_START, dq, dk), (TO_END, jnp.zeros_like(dq), dk_kept)]
 
 
 def _attention_gradients(q, k, decay, do, dv, u, dots):
     """The terms of A and M, one for each level.
 
-    What a product with a level's decay gives is rounded before it is summed over the levels: kept
-    in float32, the sums take twice as long.
+    They are summed over the levels in float32: rounded to bfloat16 before, dg is off by 5.2e-3
+    where channels of decay 0 and -30 mix, in place of 4.6e-3.
     """
     da = jnp.where(decay.causal, dots("...iv,...jv->...ij", do, u), 0).astype(dots.dtype)
     dm = jnp.where(decay.causal, -dots("...iv,...jv->...ij", dv, u), 0).astype(dots.dtype)
@@ -307,7 +306,7 @@ def _attention_gradients(q, k, decay, do, dv, u, dots):
         da_level, dm_level = jnp.where(pairs, da, 0), jnp.where(pairs, dm, 0)
         dq = dots("...ij,...jk->...ik", da_level, ek)
         dk = dots("...ij,...jk->...ik", dm_level, ek) + dots("...ij,...ik->...jk", da_level, eq)
-        terms.append((span, (e * dq).astype(dots.dtype), (e * dk).astype(dots.dtype)))
+        terms.append((span, e * dq, e * dk))
     return terms
 
 
@@ -318,7 +317,3 @@ def _forget(dots):
         return passing[..., None] * state - dots("...kl,...lv->...kv", forgotten, state)
 
     return step
-
-
-def _total(terms):
-    return sum(x.astype(jnp.float32) for x in terms)
