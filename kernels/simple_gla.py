@@ -8,12 +8,16 @@ from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
 from .operation import CallOptions, Implementation, Operation, clamp_decay
+from .tpu import simple_gla as tpu
 from .xla import simple_gla as xla
 
 _chunk = Operation(
     "chunk_simple_gla",
     reference.simple_gla,
-    {"xla": Implementation(xla.forward, xla.backward)},
+    {
+        "pallas_tpu": Implementation(tpu.forward, tpu.backward, tpu.outputs),
+        "xla": Implementation(xla.forward, xla.backward),
+    },
 )
 _recurrent = Operation("recurrent_simple_gla", reference.simple_gla, {})
 
