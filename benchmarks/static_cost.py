@@ -14,11 +14,19 @@ library's kernels on a v6e chip this gives 0.85 to 1.08; programs of XLA's loops
 
 import dataclasses
 import math
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .tpu_compiler import DUMP, TARGETS, Target, compile_for
+from .tpu_compiler import TARGETS, Target, compile_for
+
+DUMP = Path(tempfile.mkdtemp(prefix="static_cost_"))
+"""Where the compiler writes its schedules. It reads the flags when it is first used."""
+
+_FLAGS = f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true"
+os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_FLAGS}".strip()
 
 
 @dataclasses.dataclass(frozen=True)

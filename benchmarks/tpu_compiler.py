@@ -5,25 +5,13 @@ Import this module before JAX: it sets what libtpu reads when it is loaded.
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
-
-DUMP = Path(tempfile.mkdtemp(prefix="tpu_compiler_"))
-"""Where the compiler writes its schedules."""
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process aborts
-os.environ["LIBTPU_INIT_ARGS"] = " ".join(
-    [
-        os.environ.get("LIBTPU_INIT_ARGS", ""),
-        f"--xla_jf_dump_to={DUMP}",
-        "--xla_jf_dump_llo_text=true",
-    ]
-).strip()
 
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
