@@ -13,9 +13,9 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process aborts
 
-import jax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import (  # noqa: E402
+import jax
+from jax.experimental import topologies
+from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
     AxisType,
