@@ -10,7 +10,7 @@ a chunk and S' the one that leaves it, per chunk and value head:
     S' = e^G_C S + E^T u                      E = beta e^(G_C - G) k
        = e^G_C S - (E^T T e^G k) S + E^T T v
 
-Only the last line runs chunk by chunk. Saved for the backward pass: every S, T and u. From the
+Only the last line runs chunk by chunk. Saved for the backward pass: every S, T^T and u. From the
 gradients do and dS' it computes
 
     du = A^T do + E dS'
@@ -49,7 +49,7 @@ from .chunks import (
 
 
 def forward(options, tokens, states, packing, chunk_document):
-    """Outputs and new states; as residuals the states that entered the chunks, T and u."""
+    """Outputs and new states; as residuals the states that entered the chunks, T^T and u."""
     storage = storage_dtype(*tokens[:3])
     dots = Dots.of(options, storage)
     q, k, v, g, beta = _chunked(options, tokens, packing)
@@ -58,7 +58,7 @@ def forward(options, tokens, states, packing, chunk_document):
     entering, leaving = decay.entering[..., None], (beta * decay.leaving)[..., None]
 
     m = jnp.tril(dots("bhnik,bhnjk->bhnij", k, k), -1)[:, :, None] * between
-    inverse = unit_lower_inverse(m, dots).astype(storage)
+    inverse = unit_lower_inverse(m, dots)
     k_grouped = k[:, :, None]
     written = dots("bhrnij,bhrnik->bhrnjk", inverse, leaving * k_grouped).astype(dots.dtype)
     forgotten = dots("bhrnik,bhrnil->bhrnkl", written, entering * k_grouped).astype(dots.dtype)
@@ -76,7 +76,7 @@ def forward(options, tokens, states, packing, chunk_document):
     o = dots("bhrnij,bhrnjv->bhrniv", attention, u)
     o += entering * dots("bhnik,bhrnkv->bhrniv", q, entered)
     o = (options.scale * o).astype(tokens[2].dtype)
-    residuals = {"states": entered, "inverse": inverse, "u": u}
+    residuals = {"states": entered, "inverse": jnp.swapaxes(inverse, -1, -2), "u": u}
     residuals = {name: ungroup(x) for name, x in residuals.items()}
     return (from_chunks(ungroup(o), tokens[2].shape[1], packing), new_states), residuals
 
@@ -97,7 +97,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, df
 
     attention = options.scale * dots("bhnik,bhnjk->bhnij", q, k)[:, :, None] * between
     du = dots("bhrnij,bhrniv->bhrnjv", attention, do)
-    read = dots("bhrnij,bhrnjk->bhrnik", inverse, entering * k_grouped).astype(dots.dtype)
+    read = dots("bhrnji,bhrnjk->bhrnik", inverse, entering * k_grouped).astype(dots.dtype)
     forgotten = dots("bhrnik,bhrnil->bhrnlk", leaving * k_grouped, read).astype(dots.dtype)
     added = dots("bhrnik,bhrniv->bhrnkv", options.scale * entering * q_grouped, do)
     added -= dots("bhrnik,bhrniv->bhrnkv", read, du)
@@ -109,7 +109,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, df
     dstates, dleft = carry_states(step, dfinal_states, added, inputs, chunk_document, reverse=True)
     dleft = dleft.astype(dots.dtype)
     du += leaving * dots("bhnjk,bhrnkv->bhrnjv", k, dleft)
-    dx = dots("bhrnij,bhrniv->bhrnjv", inverse, du)
+    dx = dots("bhrnji,bhrniv->bhrnjv", inverse, du)
     dattention = (options.scale * dots("bhrniv,bhrnjv->bhrnij", do, u) * between).astype(dots.dtype)
     dm = (-jnp.tril(dots("bhrniv,bhrnjv->bhrnij", dx, u), -1) * between).astype(dots.dtype)
     dq = dots("bhrnij,bhnjk->bhrnik", dattention, k)
