@@ -13,6 +13,7 @@ needs four decays, none of them above 1:
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -48,13 +49,21 @@ class Dots:
         return cls(jnp.dtype(jnp.float32), precision)
 
     def __call__(self, subscripts: str, x: Array, y: Array) -> Float[Array, "..."]:
-        return jnp.einsum(
-            subscripts,
-            x.astype(self.dtype),
-            y.astype(self.dtype),
-            precision=self.precision,
-            preferred_element_type=jnp.float32,
-        )
+        def product(dtype, x, y):
+            return jnp.einsum(
+                subscripts,
+                x.astype(dtype),
+                y.astype(dtype),
+                precision=self.precision,
+                preferred_element_type=jnp.float32,
+            )
+
+        x, y = x.astype(self.dtype), y.astype(self.dtype)
+        # XLA for a CPU fails at run time on bfloat16 operands in some layouts (two rows of two
+        # heads, for one). In float32 their products are the same.
+        in_float32 = functools.partial(product, jnp.float32)
+        native = functools.partial(product, self.dtype)
+        return jax.lax.platform_dependent(x, y, cpu=in_float32, default=native)
 
 
 def storage_dtype(*arrays: Array) -> jnp.dtype:

@@ -60,12 +60,13 @@ def check(name, actual, expected, tolerance=1e-5, floor=0.0):
 def test_one_state_a_row(op, implementation, layout, strong):
     ids, documents = lay_out(layout)
     inputs = random_inputs(op, length=ids.shape[1])
-    inputs["dfinal_state"] *= 0
+    inputs["dfinal_state"] *= 0  # what the documents alone get
     if strong:
         inputs["g"][:, documents[0]] = -30.0
     state = inputs["initial_state"]
     garbage = {name: np.where(expand(ids == 0, x), np.nan, x) for name, x in per_token(op, inputs)}
-    actual = evaluate_without_states(op, implementation, inputs | garbage | {"segment_ids": ids})
+    packed = inputs | garbage | {"segment_ids": ids}
+    actual = evaluate(op, implementation, packed, output_final_state=False)
     expected = {name: np.zeros(x.shape) for name, x in actual.items()}
     for i, document in enumerate(documents):
         single = alone(op, inputs, document, initial_state=state if i == 0 else 0 * state)
@@ -87,31 +88,6 @@ def per_token(op, inputs):
 
 def expand(mask, x):
     return mask.reshape(mask.shape + (1,) * (x.ndim - 2))
-
-
-def evaluate_without_states(op, implementation, inputs):
-    """Outputs and gradients of a packed call that returns no state."""
-    arrays = {name: jnp.asarray(inputs[name], "float32") for name in (*op.tokens, "initial_state")}
-
-    @jax.jit
-    def run(arrays):
-        def forward(arrays):
-            tokens = [arrays[name] for name in op.tokens]
-            o, state = op.chunk(
-                *tokens,
-                initial_state=arrays["initial_state"],
-                segment_ids=jnp.asarray(inputs["segment_ids"]),
-                implementation=implementation,
-            )
-            assert state is None
-            return o
-
-        o, vjp = jax.vjp(forward, arrays)
-        return o, vjp(jnp.asarray(inputs["do"], o.dtype))[0]
-
-    o, gradients = run(arrays)
-    named = {f"d{name}": np.asarray(x) for name, x in gradients.items()}
-    return {"o": np.asarray(o)} | named
 
 
 @pytest.mark.parametrize(
