@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..packing import CHUNK
-from .chunks import SUBLANES
+from .chunks import SUBLANES, Documents, zero_padding
 
 HEADS_AND_CHUNKS = 128
 """Chunks in a block, counted for each row and head (a block holds at least one chunk of each)."""
@@ -75,3 +75,64 @@ def tiles_to_chunks(x: Float[Array, "B t H 8 *D"]) -> Float[Array, "B H N C *D"]
 def chunks_to_tiles(x: Float[Array, "B H N C *D"]) -> Float[Array, "B t H 8 *D"]:
     """Undo `tiles_to_chunks`."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, SUBLANES, *x.shape[4:]), 1, 2)
+
+
+def forward_by_blocks(block, tokens, states, packing, chunk_document):
+    """An op's forward pass, one block after the other.
+
+    Args:
+        block: from (states, tokens, documents, chunk_document) of one block to its outputs, the
+            new states and the residuals.
+        tokens, states, packing, chunk_document: as an implementation gets them (`operation`).
+    """
+    blocks, inputs = _cut(tokens, packing, chunk_document)
+
+    def step(states, inputs):
+        o, states, residuals = block(states, *_with_documents(inputs))
+        return states, (o, residuals)
+
+    states, (o, residuals) = jax.lax.scan(step, states, inputs)
+    residuals = {name: blocks.join(x, 2) for name, x in residuals.items()}
+    return (zero_padding(blocks.join_tokens(o), packing), states), residuals
+
+
+def backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, dstates):
+    """An op's backward pass, from the last block to the first.
+
+    The gradients take the tokens' place in memory: a scan's own output would be as large again,
+    and a TPU fills it with zeros first.
+
+    Args:
+        block: from (dstates, tokens, documents, chunk_document, residuals, do) of one block to
+            the gradients of its tokens and of the states that entered it.
+        tokens, packing, chunk_document, residuals, do, dstates: as an implementation gets them.
+    """
+    blocks, (tokens, *inputs) = _cut(tokens, packing, chunk_document)
+    residuals = {name: blocks.cut(x, 2) for name, x in residuals.items()}
+    inputs = (*inputs, residuals, blocks.cut_tokens(zero_padding(do, packing)))
+
+    def step(i, carry):
+        dstates, tokens = carry
+        n = blocks.count - 1 - i
+        of_block = jax.tree.map(lambda x: x[n], (tokens, *inputs))
+        dtokens, dstates = block(dstates, *_with_documents(of_block))
+        return dstates, jax.tree.map(lambda x, dx: x.at[n].set(dx), tokens, dtokens)
+
+    dstates, dtokens = jax.lax.fori_loop(0, blocks.count, step, (dstates, tokens))
+    return tuple(zero_padding(blocks.join_tokens(x), packing) for x in dtokens), dstates
+
+
+def _cut(tokens, packing, chunk_document):
+    blocks = Blocks.of(tokens[2])
+    documents = None
+    if packing is not None:
+        documents = jax.tree.map(lambda x: blocks.cut(x, 1, mode="edge"), Documents.of(packing))
+    if chunk_document is not None:
+        chunk_document = blocks.cut(chunk_document, 1, mode="edge")
+    tokens = tuple(blocks.cut_tokens(zero_padding(x, packing)) for x in tokens)
+    return blocks, (tokens, documents, chunk_document)
+
+
+def _with_documents(inputs):
+    tokens, documents, *rest = inputs
+    return tokens, Documents.of(None) if documents is None else documents, *rest

@@ -171,7 +171,7 @@ class HeadDecay:
         g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
         coarse = jnp.round(g * 1024) / 1024
         coarse, fine = (
-            _sum_over_documents("bnij,bhrnj->bhrni", documents, x) for x in (coarse, g - coarse)
+            _sum_over_documents("...ij,...j->...i", documents, x) for x in (coarse, g - coarse)
         )
 
         def decay(mask, difference):
@@ -192,23 +192,12 @@ def log_decay_gradient(
 ) -> Float[Array, "B H R N C"]:
     """The gradient of g from that of G, of which G_C also has `dlast`."""
     dtotal = dtotal.at[..., -1].add(dlast)
-    return _sum_over_documents("bnij,bhrni->bhrnj", documents, dtotal)
+    return _sum_over_documents("...ij,...i->...j", documents, dtotal)
 
 
 def _sum_over_documents(subscripts, documents, x):
-    if documents.causal.shape[:2] == (1, 1):
-        return jnp.einsum(
-            subscripts.replace("bn", "", 1),
-            documents.causal[0, 0].astype(jnp.float32),
-            x,
-            precision=jax.lax.Precision.HIGHEST,
-        )
-    return jnp.einsum(
-        subscripts,
-        documents.causal.astype(jnp.float32),
-        x,
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    causal = documents.causal[:, None, None].astype(jnp.float32)
+    return jnp.einsum(subscripts, causal, x, precision=jax.lax.Precision.HIGHEST)
 
 
 def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -267,6 +256,15 @@ def carry_states(
 
     states, entered = jax.lax.fori_loop(0, count, body, (states, added))
     return states.reshape(shape), jnp.moveaxis(entered, 0, 3)
+
+
+def forget(dots: Dots):
+    """A step of `carry_states`: diag(passing) S - forgotten S."""
+
+    def step(state, forgotten, passing):
+        return passing[..., None] * state - dots("...kl,...lv->...kv", forgotten, state)
+
+    return step
 
 
 def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "... C C"]:

@@ -29,20 +29,22 @@ where again only dS runs chunk by chunk, from the last to the first. No gradient
 inverse: (I + M) u = x is differentiated instead.
 """
 
+import functools
+
 import jax.numpy as jnp
 
+from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
 from .chunks import (
-    Documents,
+    SMALLEST_BETA,
     Dots,
     HeadDecay,
     carry_states,
-    from_chunks,
+    forget,
     group,
     l2norm,
     l2norm_gradient,
     log_decay_gradient,
     storage_dtype,
-    to_chunks,
     ungroup,
     unit_lower_inverse,
 )
@@ -50,102 +52,102 @@ from .chunks import (
 
 def forward(options, tokens, states, packing, chunk_document):
     """Outputs and new states; as residuals the states that entered the chunks, T^T and u."""
-    storage = storage_dtype(*tokens[:3])
-    dots = Dots.of(options, storage)
-    q, k, v, g, beta = _chunked(options, tokens, packing)
-    decay = HeadDecay.of(g, Documents.of(packing))
-    between = decay.between * beta[..., None, :]
-    entering, leaving = decay.entering[..., None], (beta * decay.leaving)[..., None]
-
-    m = jnp.tril(dots("bhnik,bhnjk->bhnij", k, k), -1)[:, :, None] * between
-    inverse = unit_lower_inverse(m, dots)
-    k_grouped = k[:, :, None]
-    written = dots("bhrnij,bhrnik->bhrnjk", inverse, leaving * k_grouped).astype(dots.dtype)
-    forgotten = dots("bhrnik,bhrnil->bhrnkl", written, entering * k_grouped).astype(dots.dtype)
-    added = dots("bhrnik,bhrniv->bhrnkv", written, v)
-
-    def step(state, forgotten, passing):
-        return passing * state - dots("bhrkl,bhrlv->bhrkv", forgotten, state)
-
-    inputs = (forgotten, broadcast_passing(decay.passing, added))
-    new_states, entered = carry_states(step, states, added, inputs, chunk_document)
-    entered = entered.astype(storage)
-    x = v - entering * dots("bhnik,bhrnkv->bhrniv", k, entered)
-    u = dots("bhrnij,bhrnjv->bhrniv", inverse, x).astype(storage)
-    attention = dots("bhnik,bhnjk->bhnij", q, k)[:, :, None] * between
-    o = dots("bhrnij,bhrnjv->bhrniv", attention, u)
-    o += entering * dots("bhnik,bhrnkv->bhrniv", q, entered)
-    o = (options.scale * o).astype(tokens[2].dtype)
-    residuals = {"states": entered, "inverse": jnp.swapaxes(inverse, -1, -2), "u": u}
-    residuals = {name: ungroup(x) for name, x in residuals.items()}
-    return (from_chunks(ungroup(o), tokens[2].shape[1], packing), new_states), residuals
+    block = functools.partial(_forward, options)
+    return forward_by_blocks(block, tokens, states, packing, chunk_document)
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dfinal_states):
     """Gradients of tokens and states."""
-    dots = Dots.of(options, storage_dtype(*tokens[:3]))
-    q, k, _, g, beta = _chunked(options, tokens, packing)
-    documents = Documents.of(packing)
+    block = functools.partial(_backward, options)
+    return backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, dfinal_states)
+
+
+def _forward(options, states, tokens, documents, chunk_document):
+    """`forward` for one block."""
+    storage = storage_dtype(*tokens[:3])
+    dots = Dots.of(options, storage)
+    q, k, v, g, beta = _chunked(options, tokens)
     decay = HeadDecay.of(g, documents)
-    do = group(to_chunks(do, packing), q.shape[1])
+    between = decay.between * beta[..., None, :]
+    entering, leaving = decay.entering[..., None], (beta * decay.leaving)[..., None]
+
+    m = jnp.tril(dots("...ik,...jk->...ij", k, k), -1) * between
+    inverse = unit_lower_inverse(m, dots)
+    written = dots("...ij,...ik->...jk", inverse, leaving * k).astype(dots.dtype)
+    forgotten = dots("...ik,...il->...kl", written, entering * k).astype(dots.dtype)
+    added = dots("...ik,...iv->...kv", written, v)
+    inputs = (forgotten, decay.passing[..., None])
+    step = forget(dots)
+    new_states, entered = carry_states(step, states, added, inputs, chunk_document)
+    entered = entered.astype(storage)
+
+    x = v - entering * dots("...ik,...kv->...iv", k, entered)
+    u = dots("...ij,...jv->...iv", inverse, x).astype(storage)
+    attention = dots("...ik,...jk->...ij", q, k) * between
+    o = dots("...ij,...jv->...iv", attention, u)
+    o += entering * dots("...ik,...kv->...iv", q, entered)
+    o = (options.scale * o).astype(tokens[2].dtype)
+    residuals = {"states": entered, "inverse": jnp.swapaxes(inverse, -1, -2), "u": u}
+    residuals = {name: ungroup(x) for name, x in residuals.items()}
+    return chunks_to_tiles(ungroup(o)), new_states, residuals
+
+
+def _backward(options, dstates, tokens, documents, chunk_document, residuals, do):
+    """`backward` for one block."""
+    dots = Dots.of(options, storage_dtype(*tokens[:3]))
+    q, k, _, g, beta = _chunked(options, tokens)
+    decay = HeadDecay.of(g, documents)
+    do = group(tiles_to_chunks(do), q.shape[1])
     entered, inverse, u = (
         group(residuals[name], q.shape[1]) for name in ("states", "inverse", "u")
     )
     between = decay.between * beta[..., None, :]
     entering, leaving = decay.entering[..., None], (beta * decay.leaving)[..., None]
-    q_grouped, k_grouped = q[:, :, None], k[:, :, None]
 
-    attention = options.scale * dots("bhnik,bhnjk->bhnij", q, k)[:, :, None] * between
-    du = dots("bhrnij,bhrniv->bhrnjv", attention, do)
-    read = dots("bhrnji,bhrnjk->bhrnik", inverse, entering * k_grouped).astype(dots.dtype)
-    forgotten = dots("bhrnik,bhrnil->bhrnlk", leaving * k_grouped, read).astype(dots.dtype)
-    added = dots("bhrnik,bhrniv->bhrnkv", options.scale * entering * q_grouped, do)
-    added -= dots("bhrnik,bhrniv->bhrnkv", read, du)
-
-    def step(dstate, forgotten, passing):
-        return passing * dstate - dots("bhrkl,bhrlv->bhrkv", forgotten, dstate)
-
-    inputs = (forgotten, broadcast_passing(decay.passing, added))
-    dstates, dleft = carry_states(step, dfinal_states, added, inputs, chunk_document, reverse=True)
+    attention = options.scale * dots("...ik,...jk->...ij", q, k) * between
+    du = dots("...ij,...iv->...jv", attention, do)
+    read = dots("...ji,...jk->...ik", inverse, entering * k).astype(dots.dtype)
+    forgotten = dots("...ik,...il->...lk", leaving * k, read).astype(dots.dtype)
+    added = dots("...ik,...iv->...kv", options.scale * entering * q, do)
+    added -= dots("...ik,...iv->...kv", read, du)
+    inputs = (forgotten, decay.passing[..., None])
+    step = forget(dots)
+    dstates, dleft = carry_states(step, dstates, added, inputs, chunk_document, reverse=True)
     dleft = dleft.astype(dots.dtype)
-    du += leaving * dots("bhnjk,bhrnkv->bhrnjv", k, dleft)
-    dx = dots("bhrnji,bhrniv->bhrnjv", inverse, du)
-    dattention = (options.scale * dots("bhrniv,bhrnjv->bhrnij", do, u) * between).astype(dots.dtype)
-    dm = (-jnp.tril(dots("bhrniv,bhrnjv->bhrnij", dx, u), -1) * between).astype(dots.dtype)
-    dq = dots("bhrnij,bhnjk->bhrnik", dattention, k)
-    dq += options.scale * entering * dots("bhrniv,bhrnkv->bhrnik", do, entered)
-    dk_read = dots("bhrnij,bhnjk->bhrnik", dm, k)
-    dk_read -= entering * dots("bhrniv,bhrnkv->bhrnik", dx, entered)
-    dk_state = leaving * dots("bhrnjv,bhrnkv->bhrnjk", u, dleft)
-    dk_write = dots("bhrnij,bhnik->bhrnjk", dattention, q)
-    dk_write += dots("bhrnij,bhnik->bhrnjk", dm, k) + dk_state
+    du += leaving * dots("...jk,...kv->...jv", k, dleft)
+    dx = dots("...ji,...iv->...jv", inverse, du)
+    dattention = (options.scale * dots("...iv,...jv->...ij", do, u) * between).astype(dots.dtype)
+    dm = (-jnp.tril(dots("...iv,...jv->...ij", dx, u), -1) * between).astype(dots.dtype)
+    dq = dots("...ij,...jk->...ik", dattention, k)
+    dq += options.scale * entering * dots("...iv,...kv->...ik", do, entered)
+    dk_read = dots("...ij,...jk->...ik", dm, k)
+    dk_read -= entering * dots("...iv,...kv->...ik", dx, entered)
+    dk_state = leaving * dots("...jv,...kv->...jk", u, dleft)
+    dk_write = dots("...ij,...ik->...jk", dattention, q)
+    dk_write += dots("...ij,...ik->...jk", dm, k) + dk_state
 
-    dtotal = jnp.sum(q_grouped * dq + k_grouped * (dk_read - dk_write), axis=-1)
-    dlast = jnp.sum(k_grouped * dk_state, axis=(-2, -1))
+    dtotal = jnp.sum(q * dq + k * (dk_read - dk_write), axis=-1)
+    dlast = jnp.sum(k * dk_state, axis=(-2, -1))
     dlast += decay.passing * jnp.sum(entered * dleft, axis=(-2, -1))
     dg = log_decay_gradient(dtotal, dlast, documents)
     dbeta = jnp.sum(u * dx, axis=-1) / beta
     dq, dk = jnp.sum(dq, axis=2), jnp.sum(dk_read + dk_write, axis=2)
     if options.qk_l2norm:
-        dq = l2norm_gradient(to_chunks(tokens[0], packing), dq)
-        dk = l2norm_gradient(to_chunks(tokens[1], packing), dk)
+        dq = l2norm_gradient(tiles_to_chunks(tokens[0]), dq)
+        dk = l2norm_gradient(tiles_to_chunks(tokens[1]), dk)
     gradients = (dq, dk, ungroup(dx), ungroup(dg), ungroup(dbeta))
     dtokens = tuple(
-        from_chunks(dx.astype(x.dtype), x.shape[1], packing)
-        for dx, x in zip(gradients, tokens, strict=True)
+        chunks_to_tiles(dx.astype(x.dtype)) for dx, x in zip(gradients, tokens, strict=True)
     )
     return dtokens, dstates
 
 
-def broadcast_passing(passing, added):
-    return jnp.broadcast_to(passing[..., None, None], (*added.shape[:4], 1, added.shape[-1]))
-
-
-def _chunked(options, tokens, packing):
-    q, k, v, g, beta = (to_chunks(x, packing) for x in tokens)
+def _chunked(options, tokens):
+    q, k, v, g, beta = (tiles_to_chunks(x) for x in tokens)
+    v, g, beta = (group(x, q.shape[1]) for x in (v, g, beta))
     if options.qk_l2norm:
-        dtype = storage_dtype(*tokens[:3])
+        dtype = storage_dtype(q, k, v)
         q, k = l2norm(q).astype(dtype), l2norm(k).astype(dtype)
     beta = beta.astype(jnp.float32)
-    beta = jnp.where(jnp.abs(beta) < 2.0**-60, 2.0**-60, beta)
-    return q, k, *(group(x, q.shape[1]) for x in (v, g, beta))
+    beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+    return q[:, :, None], k[:, :, None], v, g, beta
