@@ -22,10 +22,6 @@ LINEAR = ("gdn", "kda", "sgla")
 MIXERS = tuple(CLASSES)
 
 
-# The tests compile much and run little.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def make(name: str, **options) -> nnx.Module:
     """A mixer with normal parameters: initializers, called one by one, take seconds to compile."""
     layer = nnx.eval_shape(lambda: CLASSES[name](**options, rngs=nnx.Rngs(0)))
@@ -55,7 +51,7 @@ def inputs(batch: int, length: int, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-@compiled
+@jax.jit
 def run(layer, x, state=None, segment_ids=None):
     return layer(x, state=state, segment_ids=segment_ids)
 

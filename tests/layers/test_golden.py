@@ -11,7 +11,7 @@ from flax import nnx
 from gla_layers import GatedDeltaNet
 
 from .golden import error, load
-from .mixers import compiled, run
+from .mixers import run
 
 CASES = [
     "gdn_default",
@@ -39,7 +39,7 @@ IMPLEMENTED = [(case, "xla") for case in CASES] + [
 FORWARD, GRADIENT = 1e-5, 1e-4
 
 
-@compiled
+@jax.jit
 def gradients_and_output(layer, x, dy, segment_ids):
     def loss(layer, x):
         y = layer(x, segment_ids=segment_ids)

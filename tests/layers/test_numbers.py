@@ -8,7 +8,7 @@ from flax import nnx
 
 from gla_layers import KDA, GatedDeltaNet
 
-from .mixers import CLASSES, LINEAR, MIXERS, compiled, difference, empty_state, inputs, make
+from .mixers import CLASSES, LINEAR, MIXERS, difference, empty_state, inputs, make
 
 every_linear = pytest.mark.parametrize("name", LINEAR)
 
@@ -157,7 +157,7 @@ def test_dtypes(name, x_dtype, dtype, param_dtype, expected):
 @pytest.mark.parametrize("name", MIXERS)
 def test_bfloat16_is_near_float32(name):
     x = inputs(2, 12)
-    call = compiled(lambda layer, x: layer(x))
+    call = jax.jit(lambda layer, x: layer(x))
     exact = call(make(name), x)
     assert difference(call(make(name, dtype=jnp.bfloat16), x), exact) < 3e-2
 
@@ -167,7 +167,7 @@ def test_one_token_has_finite_gradients(name):
     # The other tokens' queries and keys are zero vectors, as padding's are.
     layer, x = make(name), jnp.zeros((1, 2, 16)).at[:, 1].set(1)
 
-    @compiled
+    @jax.jit
     def gradients(layer, x):
         return nnx.grad(lambda layer, x: jnp.sum(layer(x) ** 2), argnums=(0, 1))(layer, x)
 

@@ -9,7 +9,6 @@ from flax import nnx
 from .mixers import (
     HIDDEN,
     MIXERS,
-    compiled,
     difference,
     empty_state,
     inputs,
@@ -59,7 +58,7 @@ def test_documents_do_not_see_each_other(name):
     layer, x = mixer(name), inputs(1, 8)
     ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 0]])
 
-    @compiled
+    @jax.jit
     def gradient(layer, x):
         return jax.grad(lambda x: jnp.sum(layer(x, segment_ids=ids)[:, 3:7] ** 2))(x)
 
@@ -94,7 +93,7 @@ def test_gradients_ignore_padding(name):
     ids = jnp.asarray([[0] * 3 + [1] * 12 + [0] * 2])
     padded = jnp.full((1, 17, HIDDEN), jnp.nan).at[:, 3:15].set(x)
 
-    @compiled
+    @jax.jit
     def gradients(layer, x, ids=None):
         return nnx.grad(lambda layer, x: jnp.sum(layer(x, segment_ids=ids)), argnums=(0, 1))(
             layer, x
@@ -180,7 +179,7 @@ def test_several_documents_with_a_state_are_refused(name):
 def test_gradient_through_the_state(name, use_short_conv):
     layer, x = make(name, use_short_conv=use_short_conv), inputs(1, 12)
 
-    @compiled
+    @jax.jit
     def gradients(layer, x):
         def whole(x):
             y, state = layer(x, state=empty_state(layer, 1))

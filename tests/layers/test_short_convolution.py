@@ -8,7 +8,7 @@ from flax import nnx
 
 from gla_layers import ShortConvolution
 
-from .mixers import compiled, difference, fill
+from .mixers import difference, fill
 
 FEATURES = 6
 IDENTITY = {"activation": "identity"}
@@ -47,7 +47,7 @@ def definition(layer, x, history=None, ids=None, activate=True):
     return y
 
 
-@compiled
+@jax.jit
 def run(layer, x, state=None, ids=None):
     return layer(x, state=state, segment_ids=ids)
 
@@ -99,7 +99,7 @@ def test_gradients(packed):
     dy = jnp.where(valid[..., None], inputs(2, 7) + 1, 0)
     dstate = inputs(2, 3) - 1
 
-    @compiled
+    @jax.jit
     def gradients(layer, x, history):
         def loss(layer, x, history):
             y, state = layer(x, state=history, segment_ids=ids)
@@ -139,7 +139,7 @@ def test_gradients(packed):
 def test_activation_gradient():
     layer, x = make(), inputs(1, 5)
 
-    @compiled
+    @jax.jit
     def both(layer, x):
         def plain(x):
             before = sum(

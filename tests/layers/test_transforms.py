@@ -11,7 +11,6 @@ from .mixers import (
     HIDDEN,
     LINEAR,
     MIXERS,
-    compiled,
     difference,
     empty_state,
     inputs,
@@ -45,7 +44,7 @@ def test_jit_with_a_state(name, graph_mode):
 def test_scan_over_tokens(name):
     layer, x = mixer(name), inputs(2, 3)
 
-    @compiled
+    @jax.jit
     def decode(layer, x):
         def step(state, token):
             y, state = layer(token[:, None], state=state)
@@ -81,7 +80,7 @@ def test_a_scanned_stack_under_remat(name, graph):
         return jnp.sum(x**2)
 
     with nnx.set_graph_mode(graph):
-        actual, expected = compiled(
+        actual, expected = jax.jit(
             lambda *arguments: [nnx.value_and_grad(f)(*arguments) for f in (scanned, looped)]
         )(stack, x)
     assert difference(actual, expected) < 1e-5
@@ -105,7 +104,7 @@ def test_sequential_split_and_merge(name):
     layer, x = make(name), inputs(1, 3)
     model = nnx.Sequential(layer, nnx.Linear(HIDDEN, 2, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
-    call = compiled(lambda model, x: model(x))
+    call = jax.jit(lambda model, x: model(x))
     assert np.array_equal(call(nnx.merge(graph, state), x), call(model, x))
 
 
