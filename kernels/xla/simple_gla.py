@@ -20,92 +20,97 @@ and dS' it computes
 where again only dS runs chunk by chunk, from the last to the first.
 """
 
+import functools
+
 import jax.numpy as jnp
 
+from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
 from .chunks import (
-    Documents,
     Dots,
     HeadDecay,
     carry_states,
-    from_chunks,
     group,
     l2norm,
     l2norm_gradient,
     log_decay_gradient,
     storage_dtype,
-    to_chunks,
     ungroup,
 )
 
 
 def forward(options, tokens, states, packing, chunk_document):
     """Outputs and new states; as residual the states that entered the chunks."""
-    dots = Dots.of(options, storage_dtype(*tokens[:3]))
-    q, k, v, g = _chunked(options, tokens, packing)
-    decay = HeadDecay.of(g, Documents.of(packing))
-
-    added = dots("bhrnjk,bhrnjv->bhrnkv", decay.leaving[..., None] * k[:, :, None], v)
-    inputs = (broadcast_passing(decay.passing, added),)
-    new_states, entered = carry_states(jnp.multiply, states, added, inputs, chunk_document)
-    entered = entered.astype(storage_dtype(*tokens[:3]))
-    attention = dots("bhnik,bhnjk->bhnij", q, k)[:, :, None] * decay.between
-    o = dots("bhrnij,bhrnjv->bhrniv", attention, v)
-    o += decay.entering[..., None] * dots("bhnik,bhrnkv->bhrniv", q, entered)
-    o = (options.scale * o).astype(tokens[2].dtype)
-    return (from_chunks(ungroup(o), tokens[2].shape[1], packing), new_states), {
-        "states": ungroup(entered)
-    }
+    block = functools.partial(_forward, options)
+    return forward_by_blocks(block, tokens, states, packing, chunk_document)
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dfinal_states):
     """Gradients of tokens and states."""
-    dots = Dots.of(options, storage_dtype(*tokens[:3]))
-    q, k, v, g = _chunked(options, tokens, packing)
-    documents = Documents.of(packing)
+    block = functools.partial(_backward, options)
+    return backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, dfinal_states)
+
+
+def _forward(options, states, tokens, documents, chunk_document):
+    """`forward` for one block."""
+    storage = storage_dtype(*tokens[:3])
+    dots = Dots.of(options, storage)
+    q, k, v, g = _chunked(options, tokens)
     decay = HeadDecay.of(g, documents)
-    do = group(to_chunks(do, packing), q.shape[1])
+
+    added = dots("...jk,...jv->...kv", decay.leaving[..., None] * k, v)
+    inputs = (decay.passing[..., None, None],)
+    new_states, entered = carry_states(jnp.multiply, states, added, inputs, chunk_document)
+    entered = entered.astype(storage)
+    attention = dots("...ik,...jk->...ij", q, k) * decay.between
+    o = dots("...ij,...jv->...iv", attention, v)
+    o += decay.entering[..., None] * dots("...ik,...kv->...iv", q, entered)
+    o = (options.scale * o).astype(tokens[2].dtype)
+    return chunks_to_tiles(ungroup(o)), new_states, {"states": ungroup(entered)}
+
+
+def _backward(options, dstates, tokens, documents, chunk_document, residuals, do):
+    """`backward` for one block."""
+    dots = Dots.of(options, storage_dtype(*tokens[:3]))
+    q, k, v, g = _chunked(options, tokens)
+    decay = HeadDecay.of(g, documents)
+    do = group(tiles_to_chunks(do), q.shape[1])
     entered = group(residuals["states"], q.shape[1])
     entering, leaving = decay.entering[..., None], decay.leaving[..., None]
 
-    added = dots("bhrnik,bhrniv->bhrnkv", options.scale * entering * q[:, :, None], do)
-    inputs = (broadcast_passing(decay.passing, added),)
+    added = dots("...ik,...iv->...kv", options.scale * entering * q, do)
+    inputs = (decay.passing[..., None, None],)
     dstates, dleft = carry_states(
-        jnp.multiply, dfinal_states, added, inputs, chunk_document, reverse=True
+        jnp.multiply, dstates, added, inputs, chunk_document, reverse=True
     )
     dleft = dleft.astype(dots.dtype)
     between = options.scale * decay.between
-    attention = dots("bhnik,bhnjk->bhnij", q, k)[:, :, None] * between
-    dattention = (dots("bhrniv,bhrnjv->bhrnij", do, v) * between).astype(dots.dtype)
-    dv = dots("bhrnij,bhrniv->bhrnjv", attention, do)
-    dv += leaving * dots("bhnjk,bhrnkv->bhrnjv", k, dleft)
-    dq = dots("bhrnij,bhnjk->bhrnik", dattention, k)
-    dq += options.scale * entering * dots("bhrniv,bhrnkv->bhrnik", do, entered)
-    dk_state = leaving * dots("bhrnjv,bhrnkv->bhrnjk", v, dleft)
-    dk = dots("bhrnij,bhnik->bhrnjk", dattention, q) + dk_state
-    q_grouped, k_grouped = q[:, :, None], k[:, :, None]
-    dtotal = jnp.sum(q_grouped * dq - k_grouped * dk, axis=-1)
-    dlast = jnp.sum(k_grouped * dk_state, axis=(-2, -1))
+    attention = dots("...ik,...jk->...ij", q, k) * between
+    dattention = (dots("...iv,...jv->...ij", do, v) * between).astype(dots.dtype)
+    dv = dots("...ij,...iv->...jv", attention, do)
+    dv += leaving * dots("...jk,...kv->...jv", k, dleft)
+    dq = dots("...ij,...jk->...ik", dattention, k)
+    dq += options.scale * entering * dots("...iv,...kv->...ik", do, entered)
+    dk_state = leaving * dots("...jv,...kv->...jk", v, dleft)
+    dk = dots("...ij,...ik->...jk", dattention, q) + dk_state
+    dtotal = jnp.sum(q * dq - k * dk, axis=-1)
+    dlast = jnp.sum(k * dk_state, axis=(-2, -1))
     dlast += decay.passing * jnp.sum(entered * dleft, axis=(-2, -1))
     dg = log_decay_gradient(dtotal, dlast, documents)
     dq, dk = jnp.sum(dq, axis=2), jnp.sum(dk, axis=2)
     if options.qk_l2norm:
-        dq = l2norm_gradient(to_chunks(tokens[0], packing), dq)
-        dk = l2norm_gradient(to_chunks(tokens[1], packing), dk)
+        dq = l2norm_gradient(tiles_to_chunks(tokens[0]), dq)
+        dk = l2norm_gradient(tiles_to_chunks(tokens[1]), dk)
     gradients = (dq, dk, ungroup(dv), ungroup(dg))
     dtokens = tuple(
-        from_chunks(dx.astype(x.dtype), x.shape[1], packing)
-        for dx, x in zip(gradients, tokens, strict=True)
+        chunks_to_tiles(dx.astype(x.dtype)) for dx, x in zip(gradients, tokens, strict=True)
     )
     return dtokens, dstates
 
 
-def _chunked(options, tokens, packing):
-    q, k, v, g = (to_chunks(x, packing) for x in tokens)
+def _chunked(options, tokens):
+    q, k, v, g = (tiles_to_chunks(x) for x in tokens)
+    v, g = (group(x, q.shape[1]) for x in (v, g))
     if options.qk_l2norm:
-        dtype = storage_dtype(*tokens[:3])
+        dtype = storage_dtype(q, k, v)
         q, k = l2norm(q).astype(dtype), l2norm(k).astype(dtype)
-    return q, k, group(v, q.shape[1]), group(g, q.shape[1])
-
-
-def broadcast_passing(passing, added):
-    return jnp.broadcast_to(passing[..., None, None], (*added.shape[:4], 1, added.shape[-1]))
+    return q[:, :, None], k[:, :, None], v, g
