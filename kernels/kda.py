@@ -6,13 +6,17 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
-from .operation import CallOptions, Implementation, Operation, clamp_decay
+from .operation import CallOptions, Implementation, Operation
+from .tpu import kda as tpu
 from .xla import kda as xla
 
 _chunk = Operation(
     "chunk_kda",
     reference.kda,
-    {"xla": Implementation(xla.forward, xla.backward)},
+    {
+        "pallas_tpu": Implementation(tpu.forward, tpu.backward, tpu.outputs),
+        "xla": Implementation(xla.forward, xla.backward),
+    },
 )
 _recurrent = Operation("recurrent_kda", reference.kda, {})
 
@@ -63,8 +67,9 @@ def chunk_kda(
         qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
         precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
             and float32-accurate dots for anything else.
-        implementation: "xla" (any backend), "reference" (token by token) or None, the best for
-            the platform that the program is lowered for.
+        implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
+            backend), "reference" (token by token) or None, the best for the platform that the
+            program is lowered for.
 
     Returns:
         The outputs `[B, T, HV, V]` in v's dtype; and the final state in float32, `[B, HV, K, V]`
@@ -117,4 +122,4 @@ def recurrent_kda(
 
 def _tokens(q, k, v, g, beta):
     arguments.check_tokens(q, k, v, g=(g, True), beta=(beta, False))
-    return q, k, v, clamp_decay(g), beta
+    return q, k, v, g, beta

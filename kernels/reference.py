@@ -1,6 +1,6 @@
 """The three recurrences, token by token: the definition that everything else is tested against.
 
-Per value head, with the state S [K, V], and a = exp(g):
+Per value head, with the state S [K, V], and a = exp(g), or 1 where g > 0:
 
     SimpleGLA   S <- a S + k v^T
     GDN         S <- a S;         S <- S + beta k (v - S^T k)^T      a is one number
@@ -100,7 +100,7 @@ def _recurrence(written_value, q, k, v, g, beta, states, packing, scale, qk_l2no
         q, k = l2norm(q), l2norm(k)
     group = v.shape[2] // k.shape[2]
     q, k = (jnp.repeat(x, group, axis=2) for x in (q, k))
-    decay = jnp.exp(g)
+    decay = jnp.exp(jnp.where(g > 0, 0, g))
 
     def token(states, inputs):
         q, k, v, decay, beta, document, valid = inputs

@@ -146,7 +146,7 @@ def _forward(options, states, tokens, documents, chunk_document):
     o = dots("...ij,...jv->...iv", rows, jnp.concatenate([u, entered], axis=-2))
     residuals = {
         "states": entered,
-        "inverse": jnp.swapaxes(inverse, -1, -2),
+        "inverse": jnp.swapaxes(inverse, -1, -2).astype(jnp.float32),
         "attention": jnp.swapaxes(attention, -1, -2),
         "v_new": u,
     }
@@ -190,7 +190,8 @@ def _backward(options, dstates, tokens, documents, chunk_document, residuals, do
     if options.qk_l2norm:
         dq = l2norm_gradient(tiles_to_chunks(tokens[0]), dq)
         dk = l2norm_gradient(tiles_to_chunks(tokens[1]), dk)
-    gradients = (dq, dk, ungroup(dv), ungroup(dg), ungroup(dbeta))
+    dg = jnp.where(tiles_to_chunks(tokens[3]) > 0, 0, ungroup(dg))
+    gradients = (dq, dk, ungroup(dv), dg, ungroup(dbeta))
     dtokens = tuple(
         chunks_to_tiles(dx.astype(x.dtype)) for dx, x in zip(gradients, tokens, strict=True)
     )
@@ -203,7 +204,7 @@ def _chunked(options, tokens):
     v, g, beta = (group(x, q.shape[1]) for x in (v, g, beta))
     q = options.scale * (l2norm(q) if options.qk_l2norm else q.astype(jnp.float32))
     k = l2norm(k) if options.qk_l2norm else k
-    g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
+    g = jnp.clip(g.astype(jnp.float32), SMALLEST_DECAY, 0)
     beta = beta.astype(jnp.float32)[..., None]
     beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
     return q[:, :, None].astype(storage), k[:, :, None].astype(storage), v, g, beta

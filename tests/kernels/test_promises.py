@@ -187,14 +187,24 @@ def test_beta_zero_has_its_gradient(op):
         check(evaluate(op, implementation, inputs), reference(op, inputs), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", KDA.implementations)
-def test_kda_dg_is_right_where_it_is_tiny(implementation):
-    inputs = constant_decay(-12.0, KDA)
+def test_kda_dg_is_right_where_it_is_tiny(implementation, dtype):
+    inputs = constant_decay(-20.0, KDA)
     inputs["initial_state"] *= 0
-    actual = evaluate(KDA, implementation, inputs)["dg"]
-    expected = expected_dg = reference(KDA, inputs)["dg"]
-    assert np.abs(expected_dg).max() < 1e-4
+    actual = evaluate(KDA, implementation, inputs, dtype=dtype)["dg"]
+    expected = reference(KDA, inputs, dtype)["dg"]
+    assert np.abs(expected).max() < 1e-8
     assert relative_error(actual, expected) < 1e-2
+
+
+@pytest.mark.parametrize("implementation", KDA.implementations)
+def test_kda_without_decay_is_the_gated_delta_rule(implementation):
+    inputs = random_inputs(KDA, length=150)
+    inputs["g"] = np.zeros_like(inputs["g"])
+    actual = evaluate(KDA, implementation, inputs)
+    actual["dg"] = actual["dg"].sum(-1)
+    check(actual, reference(GDN, inputs | {"g": inputs["g"][..., 0]}), 1e-5)
 
 
 @every_implementation
