@@ -3,24 +3,27 @@
 Per value head and chunk, with the forward's S (before the chunk), T^T, u, A and decays, dS the
 gradient of the state after the chunk, and s the scale:
 
-    du = s A^T do + end * beta * (k dS)
+    d_after = end * beta * (k dS)
+    du = s A^T do + d_after
     dx = T^T du                                      x = v - start * k S, so dv = dx
     dA = s (do u^T) * pairs * beta_j
     dM = -strict(dx u^T) * pairs * beta_j            no gradient passes through the inverse
     dq     = dA k + (s start * do) S^T
-    dk     = dk_read + dk_write
+    dk     = dk_read + dk_write + dk_after
       read   = dM k - (start * dx) S^T
-      write  = dA^T q + dM^T k + (end * beta * u) dS^T
+      write  = dA^T q + dM^T k
+      after  = (end * beta * u) dS^T
     dS <- total dS + q^T (s start * do) - k^T (start * dx)
     dbeta  = diagonal(dx u^T) / beta
 
 Of the decay, with G its sum within the chunk (`decay.py`):
 
-    dG_i  = sum(q_i dq_i) + sum(k_i dk_read_i) - sum(k_i dk_write_i)
-    dG_C += sum(dS * total S) + sum(k * (end * beta * u) dS^T)
+    dG_i  = sum(q_i dq_i) + sum(k_i dk_read_i) - sum(k_i dk_write_i) - sum(u_i d_after_i)
+    dG_C += sum(dS * total S) + sum(u * d_after)
 
 A head's dq and dk are summed over the value heads that read it, in float32. Every term of dG that
-cancels is the same number on both sides, rounding included.
+cancels is the same number on both sides, rounding included; the others hold dS in two bfloat16
+terms, as with one dg is off by 8e-3.
 """
 
 import functools
@@ -33,11 +36,20 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
-from .blocks import Blocks, chunk_rows, clear_padding, document_ends, iota, widen
+from .blocks import (
+    LANES,
+    Blocks,
+    chunk_rows,
+    clear_missing_chunks,
+    clear_padding,
+    document_ends,
+    iota,
+    widen,
+)
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
-from .heads import lanes_of
+from .heads import HeadWriter, Sums, own_state, place_lanes, place_state, read_head
 from .lockstep import lockstep
 from .norm import normalize, normalize_gradient
 
@@ -90,7 +102,7 @@ def backward(
             blocks.gates(),
             blocks.states(),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
     )
     operands = (
         *prefetched, q, k, g, beta, row_document, do, chunk_states, inverses, us, dstates,
@@ -140,11 +152,18 @@ def _kernel(
 
     @pl.when(last)
     def _():
-        dstate[...] = dfinal_state[...]
+        for h in range(blocks.heads):
+            dstate[h] = place_state(dfinal_state[h], h, blocks)
 
     clear_padding(blocks, padding, row_document, q, k, do)
+    clear_missing_chunks(blocks, chunk_states, inverses, us)
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
+    value_lanes = blocks.state_lanes[1]
+    writers = [HeadWriter(dq, blocks.key_size), HeadWriter(dk, blocks.key_size)]
+    dv_writer = HeadWriter(dv, blocks.value_size)
+    groups = Sums()
+    gate_gradients = {}
 
     @functools.cache
     def decay(chunk):
@@ -155,38 +174,36 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        index = chunk_rows(chunk), lanes_of(j, blocks.key_size)
-        qj, kj, norms = q[index], k[index], (None, None)
+        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
+        norms = None, None
         if options.qk_l2norm:
             (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
             qj, kj, norms = qj.astype(dtype), kj.astype(dtype), (q_norm, k_norm)
         transposed = jnp.concatenate([qj.T, kj.T], axis=1)
         return qj, kj, norms, transposed, dot(qj, kj, precision, NT)
 
-    key_gradients = {}
-    gate_gradients = {}
-
     def value_head(chunk, h):
-        index = chunk_rows(chunk), lanes_of(h, blocks.value_size)
         qh, kh, _, transposed, scores = key_head(chunk, h // blocks.group)
         yield
         chunk_decay, betas, write_columns = decay(chunk)
         pairs, start, _, total = chunk_decay.head(h)
         yield
         pairs *= betas[h : h + 1]
-        start, total = widen(start, blocks.value_size), widen(total, blocks.value_size)
-        ends = widen(_column(write_columns, h), blocks.value_size)
+        start, total = widen(start, value_lanes), widen(total, value_lanes)
+        ends = widen(_column(write_columns, h), value_lanes)
         attention = (options.scale * scores * pairs).astype(dtype)
         after = dstate[h]
-        d_after = after.astype(dtype)
-        doh, u, before = do[index], us[h, chunk], chunk_states[h, chunk]
+        doh = read_head(do, chunk, h, blocks.value_size)
+        u = place_lanes(us[h, chunk], h, blocks.value_size)
+        before = place_state(chunk_states[h, chunk], h, blocks)
         yield
-        du = ends * dot(kh, d_after, precision)
-        du += dot(attention.T, doh, precision)
+        d_after = ends * dot(kh, after, precision)
+        yield
+        du = d_after + dot(attention.T, doh, precision)
         yield
         dx = dot(inverses[h, chunk], du.astype(dtype), precision)
         yield
-        dv[index] = dx.astype(dtype)
+        dv_writer.write(chunk, h, dx)
         both = jnp.concatenate([doh, dx.astype(dtype)], axis=0)
         starting = jnp.concatenate([options.scale * start * doh, -start * dx], axis=0)
         starting = starting.astype(dtype)
@@ -195,7 +212,7 @@ def _kernel(
         yield
         dscores = dot(both, u, precision, NT)
         yield
-        write = dot((ends * u).astype(dtype), d_after, precision, NT)
+        dk_after = dot((ends * u).astype(dtype), after.astype(dtype), precision, NT)
         yield
         dattention = (options.scale * dscores[:CHUNK] * pairs).astype(dtype)
         dm = jnp.where(iota(0) > iota(1), -dscores[CHUNK:] * pairs, 0.0).astype(dtype)
@@ -206,37 +223,33 @@ def _kernel(
             precision,
         )
         yield
-        d_write = write + dot(
+        dk_write = dot(
             jnp.concatenate([dattention.T, dm.T], axis=1),
             jnp.concatenate([qh, kh], axis=0),
             precision,
         )
         yield
         dqh, dk_read = d_read[:CHUNK], d_read[CHUNK:]
-        cancelling = (qh * dqh + kh * (dk_read - d_write)).T
-        at_end = jnp.sum(kh * write, keepdims=True) + jnp.sum(carried * before, keepdims=True)
+        written = u * d_after
+        by_row = _fold(qh * dqh + kh * (dk_read - dk_write)) - _fold(written)
+        at_end = jnp.sum(written, keepdims=True) + jnp.sum(carried * before, keepdims=True)
         yield
-        dG = jnp.sum(cancelling, axis=0, keepdims=True)
+        dG = jnp.sum(by_row.T, axis=0, keepdims=True)
         dG = jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
         diagonal = jnp.where(iota(0) == iota(1), dscores[CHUNK:], 0.0)
         gate_gradients[chunk, h] = dG, jnp.sum(diagonal, axis=0, keepdims=True) / betas[h : h + 1]
-        add_key_gradients(chunk, h, dqh, dk_read + d_write)
+        write_keys(chunk, h // blocks.group, dqh, dk_read + dk_write + dk_after)
         yield
 
-    def add_key_gradients(chunk, h, *gradients):
-        j, member = divmod(h, blocks.group)
-        if member:
-            gradients = [
-                a + b for a, b in zip(key_gradients.pop((chunk, j)), gradients, strict=True)
-            ]
-        if member < blocks.group - 1 and h < blocks.heads - 1:
-            key_gradients[chunk, j] = gradients
+    def write_keys(chunk, j, *gradients):
+        sums = groups.add((chunk, j), min(blocks.group, blocks.heads), *gradients)
+        if sums is None:
             return
         qj, kj, norms, *_ = key_head(chunk, j)
-        for ref, x, norm, gradient in zip((dq, dk), (qj, kj), norms, gradients, strict=True):
+        for writer, x, norm, gradient in zip(writers, (qj, kj), norms, sums, strict=True):
             if options.qk_l2norm:
                 gradient = normalize_gradient(x, norm, gradient)
-            ref[chunk_rows(chunk), lanes_of(j, blocks.key_size)] = gradient.astype(ref.dtype)
+            writer.write(chunk, j, gradient)
 
     def head(h):
         for chunk in reversed(range(blocks.chunks)):
@@ -253,8 +266,14 @@ def _kernel(
 
     @pl.when(first)
     def _():
-        dinitial_state[...] = dstate[...]
+        for h in range(blocks.heads):
+            dinitial_state[h] = own_state(dstate[h], h, blocks)
 
 
 def _column(x, h):
     return jnp.broadcast_to(x[:, h : h + 1], (CHUNK, CHUNK))
+
+
+def _fold(x):
+    """The sum of the registers that a row takes."""
+    return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))

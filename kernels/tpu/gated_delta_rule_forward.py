@@ -26,7 +26,7 @@ from .blocks import Blocks, chunk_rows, clear_padding, document_ends, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
-from .heads import lanes_of
+from .heads import HeadWriter, own_lanes, own_state, place_state, read_head
 from .lockstep import lockstep
 from .norm import normalize
 from .triangular_inverse import triangular_inverse
@@ -72,7 +72,7 @@ def forward(
             blocks.states(),
             *(blocks.per_chunk(*shape) if save else None for shape, _ in saved),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *sizes), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
     )
     operands = (*prefetched, q, k, v, g, beta, row_document, states)
     return pallas_call(
@@ -116,11 +116,14 @@ def _kernel(
 
     @pl.when(first)
     def _():
-        state[...] = initial_state[...]
+        for h in range(blocks.heads):
+            state[h] = place_state(initial_state[h], h, blocks)
 
     clear_padding(blocks, padding, row_document, q, k, v)
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
+    value_lanes = blocks.state_lanes[1]
+    output = HeadWriter(o, blocks.value_size)
 
     @functools.cache
     def decay(chunk):
@@ -131,15 +134,13 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        index = chunk_rows(chunk), lanes_of(j, blocks.key_size)
-        qj, kj = q[index], k[index]
+        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
         if options.qk_l2norm:
             qj, kj = (normalize(x)[0].astype(dtype) for x in (qj, kj))
         both = jnp.concatenate([kj, qj], axis=0)
         return both, kj.T, dot(both, kj, precision, NT)
 
     def value_head(chunk, h):
-        index = chunk_rows(chunk), lanes_of(h, blocks.value_size)
         both, keys, scores = key_head(chunk, h // blocks.group)
         yield
         chunk_decay, betas, write_columns = decay(chunk)
@@ -153,20 +154,20 @@ def _kernel(
         before = state[h]
         reads = dot(both, before.astype(dtype), precision)
         yield
-        start = widen(start, blocks.value_size)
-        x = (v[index] - start * reads[:CHUNK]).astype(dtype)
-        u = dot(inverse, x, precision)
+        start = widen(start, value_lanes)
+        x = read_head(v, chunk, h, blocks.value_size) - start * reads[:CHUNK]
+        u = dot(inverse, x.astype(dtype), precision)
         yield
-        writes = widen(_column(write_columns, h), blocks.value_size) * u
+        writes = widen(_column(write_columns, h), value_lanes) * u
         if us is not None:
-            chunk_states[h, chunk] = before.astype(dtype)
+            chunk_states[h, chunk] = own_state(before, h, blocks).astype(dtype)
             inverses[h, chunk] = inverse.T
-            us[h, chunk] = u.astype(dtype)
+            us[h, chunk] = own_lanes(u, h, blocks.value_size).astype(dtype)
         written = dot(attention, u.astype(dtype), precision)
         added = dot(keys, writes.astype(dtype), precision)
         yield
-        o[index] = (options.scale * (start * reads[CHUNK:] + written)).astype(dtype)
-        state[h] = widen(total, blocks.value_size) * before + added
+        output.write(chunk, h, options.scale * (start * reads[CHUNK:] + written))
+        state[h] = widen(total, value_lanes) * before + added
         yield
 
     def head(h):
@@ -177,7 +178,8 @@ def _kernel(
 
     @pl.when(last)
     def _():
-        final_state[...] = state[...]
+        for h in range(blocks.heads):
+            final_state[h] = own_state(state[h], h, blocks)
 
 
 def _column(x, h):
