@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 MAX_HEAD_SIZE = 256
@@ -137,6 +138,20 @@ def check_packing(
                 raise ValueError(
                     f"cu_seqlens must rise from 0 to at most T = {length}, got {offsets.tolist()}"
                 )
+
+
+def check_partition(partition: PartitionSpec | None) -> None:
+    """Check the `PartitionSpec` of `[B, T, heads]`.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if partition is None:
+        return
+    if not isinstance(partition, PartitionSpec) or len(partition) > 3:
+        raise ValueError(
+            f"partition must be None or a PartitionSpec of [B, T, heads], got {partition!r}"
+        )
 
 
 def check_initial_state(

@@ -4,6 +4,7 @@ from typing import Unpack
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference

@@ -3,6 +3,7 @@
 from typing import Unpack
 
 import jax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
@@ -37,6 +38,7 @@ def chunk_kda(
     qk_l2norm: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    partition: PartitionSpec | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
     """Run KDA, the delta rule with a decay per key channel, over whole sequences.
 
@@ -70,6 +72,9 @@ def chunk_kda(
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend), "reference" (token by token) or None, the best for the platform that the
             program is lowered for.
+        partition: how `[B, T, heads]` are split over the mesh in context; T is not. Needed where
+            the mesh has Auto axes; with Explicit ones the arrays' types tell it. H and HV are
+            both to divide by the size of the heads' axes.
 
     Returns:
         The outputs `[B, T, HV, V]` in v's dtype; and the final state in float32, `[B, HV, K, V]`
@@ -102,6 +107,7 @@ def chunk_kda(
         qk_l2norm=qk_l2norm,
         precision=precision,
         implementation=implementation,
+        partition=partition,
     )
 
 

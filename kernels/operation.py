@@ -23,10 +23,12 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments
 from .packing import Alignment, Packing
+from .sharding import Placement, needs_partition, warn_of_fallback
 
 Tokens = tuple[Array, ...]
 
@@ -43,6 +45,7 @@ class CallOptions(TypedDict, total=False):
     qk_l2norm: bool
     precision: jax.lax.PrecisionLike
     implementation: str | None
+    partition: PartitionSpec | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,42 +105,71 @@ class Operation:
         qk_l2norm: bool = False,
         precision: jax.lax.PrecisionLike = None,
         implementation: str | None = None,
+        partition: PartitionSpec | None = None,
     ) -> tuple[Float[Array, "B T HV V"], Float[Array, "..."] | None]:
-        """Check the shared arguments, lay out the documents and run the chosen implementation."""
-        _, k, v, *_ = tokens
+        """Check the shared arguments, and run the chosen implementation on the mesh, if any."""
+        q, k, v, *_ = tokens
         batch, length, value_heads, value_size = v.shape
         state_shape = (batch, value_heads, k.shape[-1], value_size)
         arguments.check_options(scale, precision, implementation, qk_l2norm, output_final_state)
         arguments.check_packing(batch, length, segment_ids, cu_seqlens, max_num_segments)
+        arguments.check_partition(partition)
         if implementation is None and not self.implementations:
             implementation = "reference"
         self._check_available(implementation, tokens)
-        options = Options(
-            scale=float(k.shape[-1] ** -0.5 if scale is None else scale),
-            qk_l2norm=bool(qk_l2norm),
-            precision=None if precision is None else jax.lax.Precision(precision),
-            implementation=implementation,
-        )
         packed = segment_ids is not None or cu_seqlens is not None
         num_documents = _num_documents(
             initial_state, output_final_state, segment_ids, cu_seqlens, max_num_segments
         )
         arguments.check_initial_state(initial_state, state_shape, num_documents if packed else None)
+        has_documents = initial_state is not None and initial_state.ndim == 5
+        per_document = packed and (has_documents or output_final_state)
+        if per_document and segment_ids is not None:
+            _check_num_documents(segment_ids, num_documents)
+        options = Options(
+            scale=float(k.shape[-1] ** -0.5 if scale is None else scale),
+            qk_l2norm=bool(qk_l2norm),
+            precision=None if precision is None else jax.lax.Precision(precision),
+            implementation=_implementation_on_mesh(implementation, partition),
+        )
+        run = functools.partial(
+            self._lay_out,
+            options,
+            num_documents if per_document else None,
+            output_final_state,
+        )
+        arrays = (tokens, initial_state, segment_ids, cu_seqlens)
+        placement = Placement.of(q, k, v, partition)
+        if placement is None:
+            return run(*arrays)
+        return placement.run(run, *arrays, state_per_document=per_document)
+
+    def _lay_out(
+        self,
+        options,
+        num_documents,
+        output_final_state,
+        tokens,
+        initial_state,
+        segment_ids,
+        cu_seqlens,
+    ):
+        """Lay out one device's documents, with a state for each of `num_documents` if given."""
+        _, k, v, *_ = tokens
+        batch, length, value_heads, value_size = v.shape
         if initial_state is None:
-            initial_state = jnp.zeros(state_shape, jnp.float32)
+            shape = (batch, value_heads, k.shape[-1], value_size)
+            initial_state = jnp.zeros(shape, jnp.float32)
         packing = None
         if segment_ids is not None:
             packing = Packing.from_segment_ids(segment_ids)
         elif cu_seqlens is not None:
             packing = Packing.from_cu_seqlens(cu_seqlens, length)
-        per_document = initial_state.ndim == 5 or (packed and output_final_state)
-        if not per_document:
+        if num_documents is None:
             o, states = self._one_state_a_row(options, tokens, initial_state, packing)
-            return o, states if output_final_state else None
-        _check_num_documents(packing, num_documents)
-        o, states = self._one_state_a_document(
-            options, tokens, _per_document(initial_state, num_documents), packing
-        )
+        else:
+            states = _per_document(initial_state, num_documents)
+            o, states = self._one_state_a_document(options, tokens, states, packing)
         return o, states if output_final_state else None
 
     def _check_available(self, implementation: str | None, tokens: Tokens) -> None:
@@ -249,9 +281,23 @@ def _num_documents(
     return None
 
 
-def _check_num_documents(packing: Packing, num_documents: int) -> None:
-    if packing.document.size and arguments.is_concrete(packing.document):
-        count = int(packing.document.max()) + 1
+def _implementation_on_mesh(
+    implementation: str | None, partition: PartitionSpec | None
+) -> str | None:
+    if implementation not in (None, "pallas_tpu") or not needs_partition(partition):
+        return implementation
+    if implementation == "pallas_tpu":
+        raise ValueError(
+            "partition must say how [B, T, heads] are split over a mesh with Auto axes, where "
+            "implementation='pallas_tpu'; got None"
+        )
+    warn_of_fallback()
+    return "xla"
+
+
+def _check_num_documents(segment_ids: Int[Array, "B T"], num_documents: int) -> None:
+    if segment_ids.size and arguments.is_concrete(segment_ids):
+        count = int(Packing.from_segment_ids(segment_ids).document.max()) + 1
         if count > num_documents:
             raise ValueError(
                 f"max_num_segments must be at least the {count} documents that segment_ids "

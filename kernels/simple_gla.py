@@ -4,6 +4,7 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
@@ -38,6 +39,7 @@ def chunk_simple_gla(
     qk_l2norm: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    partition: PartitionSpec | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
     """Run gated linear attention with one decay per head over whole sequences.
 
@@ -67,8 +69,12 @@ def chunk_simple_gla(
         qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
         precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
             and float32-accurate dots for anything else.
-        implementation: "xla" (any backend), "reference" (token by token) or None, the best for
-            the platform that the program is lowered for.
+        implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
+            backend), "reference" (token by token) or None, the best for the platform that the
+            program is lowered for.
+        partition: how `[B, T, heads]` are split over the mesh in context; T is not. Needed where
+            the mesh has Auto axes; with Explicit ones the arrays' types tell it. H and HV are
+            both to divide by the size of the heads' axes.
 
     Returns:
         The outputs `[B, T, HV, V]` in v's dtype; and the final state in float32, `[B, HV, K, V]`
@@ -102,6 +108,7 @@ def chunk_simple_gla(
         qk_l2norm=qk_l2norm,
         precision=precision,
         implementation=implementation,
+        partition=partition,
     )
 
 

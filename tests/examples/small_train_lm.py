@@ -15,7 +15,12 @@ PRESETS = {
         "hidden_size": 16,
         "num_layers": 2,
         "intermediate_size": 16,
-        "mixer_options": {"attention": {"num_heads": 1}, "simple_gla": {"num_heads": 1}},
+        "mixer_options": {
+            "attention": {"num_heads": 1},
+            "gated_deltanet": {"num_heads": 1, "head_dim": 16},
+            "kda": {"num_heads": 1, "head_dim": 16},
+            "simple_gla": {"num_heads": 1},
+        },
     }
 }
 

@@ -119,6 +119,25 @@ def test_stopped_runs_end_as_a_whole_one(tmp_path, monkeypatch, capsys):
     assert "learning_rate was 0.005 and is now 0.1; give the old values" in error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["simple_gla"])
+def test_interpreted_tpu_kernels_train_as_plain_jax(mixer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(language_model_config, "PRESETS", small_train_lm.PRESETS)
+    losses = {}
+    for implementation in ("xla", "pallas_tpu"):
+        run_dir = tmp_path / implementation
+        command = (
+            f"--mixer {mixer} --implementation {implementation} --steps 4 --warmup 0 "
+            f"--batch-size 2 --sequence-length 150 --held-out-bytes 512 --sample-bytes 1 "
+            f"--run-dir {run_dir}"
+        )
+        monkeypatch.setattr(sys, "argv", ["train_lm.py", *command.split()])
+        train_lm.main()
+        losses[implementation] = [json.loads(line)["bits_per_byte"] for line in metrics(run_dir)]
+    assert losses["xla"][-1] < losses["xla"][0] - 0.01
+    np.testing.assert_allclose(losses["pallas_tpu"], losses["xla"], atol=1e-4)
+
+
 def fail(monkeypatch, capsys, *arguments):
     """Run the script in this process to its end by an error; the exit code and what it printed."""
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *map(str, arguments)])

@@ -1,0 +1,168 @@
+"""An op on a mesh: every device works on its own batch rows and heads.
+
+A Pallas kernel cannot be partitioned by the compiler, and plain JAX need not be: rows and heads do
+not meet in any of the ops. So the whole of an op runs inside `jax.shard_map`, and moves nothing
+between devices. Only a mesh axis that shards neither rows nor heads, along which all devices do
+the same, costs an all-reduce of the gradients.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+Axes = str | tuple[str, ...] | None
+"""Mesh axes that one axis of an array is split over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the rows and the heads of a call are.
+
+    Attributes:
+        mesh: the mesh in whose context the call is.
+        rows: the mesh axes that the batch is split over.
+        heads: the mesh axes that key heads and value heads are split over.
+    """
+
+    mesh: AbstractMesh
+    rows: Axes
+    heads: Axes
+
+    @classmethod
+    def of(cls, q: Array, k: Array, v: Array, partition: P | None) -> Self | None:
+        """None where there is nothing to place: no mesh, or one that is the caller's shard_map.
+
+        Args:
+            q: `[B, T, H, K]`; k and v likewise.
+            partition: of `[B, T, heads]`; None takes q's own, where its type tells it.
+
+        Raises:
+            ValueError: partition needs a mesh, contradicts the arrays' sharding, or does not
+                divide their rows and heads.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.are_all_axes_manual:
+            if partition is not None and mesh.empty:
+                raise ValueError(
+                    f"partition names axes of a mesh, but none is in context; got {partition}, "
+                    "expected a call within jax.set_mesh(mesh)"
+                )
+            return None
+        if AxisType.Explicit in mesh.axis_types:
+            partition = _explicit_partition(q, k, v, partition)
+        if partition is None:
+            return None
+        rows, time, heads = _three_axes(partition)
+        if time is not None:
+            raise ValueError(
+                f"partition must leave the time axis whole, got {partition} for [B, T, heads]"
+            )
+        placement = cls(mesh, rows, heads)
+        placement._check_divides("q", "batch rows", q.shape[0], rows)
+        placement._check_divides("q", "heads", q.shape[2], heads)
+        placement._check_divides("v", "heads", v.shape[2], heads)
+        return placement
+
+    def run(
+        self,
+        body: Callable[..., Any],
+        tokens: tuple[Array, ...],
+        initial_state: Array | None,
+        segment_ids: Array | None,
+        cu_seqlens: Array | None,
+        *,
+        state_per_document: bool,
+    ) -> tuple[Array, Array | None]:
+        """Call `body(tokens, initial_state, segment_ids, cu_seqlens)` on every device."""
+        per_token = P(self.rows, None, self.heads)
+        per_row, per_document = P(self.rows, self.heads), P(self.rows, None, self.heads)
+        has_documents = initial_state is not None and initial_state.ndim == 5
+        specs = (
+            per_token,
+            per_document if has_documents else per_row,
+            P(self.rows),
+            P(),
+        )
+        arrays = (tokens, initial_state, segment_ids, cu_seqlens)
+        if AxisType.Explicit in self.mesh.axis_types:
+            arrays = tuple(
+                jax.tree.map(lambda x, spec=spec: jax.sharding.reshard(x, spec), array)
+                for array, spec in zip(arrays, specs, strict=True)
+            )
+        return jax.shard_map(
+            body,
+            axis_names=_free_axes(self.mesh),
+            in_specs=specs,
+            out_specs=(per_token, per_document if state_per_document else per_row),
+            check_vma=False,
+        )(*arrays)
+
+    def _check_divides(self, name: str, what: str, count: int, axes: Axes) -> None:
+        size = math.prod(self.mesh.shape[axis] for axis in _names(axes))
+        if count % size:
+            raise ValueError(
+                f"{name} must have a multiple of {size} {what}, the size of the mesh axes "
+                f"{_names(axes)} that they are split over, got {count}"
+            )
+
+
+def needs_partition(partition: P | None) -> bool:
+    """Whether the compiler is to partition the call, which it cannot do with a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if partition is not None or mesh.empty:
+        return False
+    automatic = [
+        size
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        if kind is AxisType.Auto
+    ]
+    return math.prod(automatic) > 1
+
+
+def warn_of_fallback() -> None:
+    """Tell, where the mesh may be of TPUs, that no kernel will run on it."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform in (None, "tpu"):
+        warnings.warn(
+            "implementation=None falls back to plain JAX: the mesh has Auto axes, over which a "
+            "TPU kernel is split only as `partition` says",
+            stacklevel=5,
+        )
+
+
+def _explicit_partition(q: Array, k: Array, v: Array, partition: P | None) -> P:
+    specs = {name: jax.typeof(x).sharding.spec for name, x in {"q": q, "k": k, "v": v}.items()}
+    for name, spec in specs.items():
+        if len(spec) > 3 and spec[3] is not None:
+            raise ValueError(f"{name} must have whole heads on a device, got sharding {spec}")
+        if _three_axes(spec) != _three_axes(specs["q"]):
+            raise ValueError(f"{name} must be sharded as q is, {specs['q']}, got {spec}")
+    if partition is not None and _three_axes(partition) != _three_axes(specs["q"]):
+        raise ValueError(f"partition must be q's sharding {specs['q']}, got {partition}")
+    return specs["q"]
+
+
+def _three_axes(spec: P) -> tuple[Axes, Axes, Axes]:
+    rows, time, heads, *_ = (*(_names(axes) or None for axes in spec), None, None, None)
+    return rows, time, heads
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _free_axes(mesh: AbstractMesh) -> set[str]:
+    return {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is not AxisType.Manual
+    }
