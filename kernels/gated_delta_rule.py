@@ -4,7 +4,6 @@ from typing import Unpack
 
 import jax
 from jax.sharding import PartitionSpec
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
