@@ -120,7 +120,7 @@ def test_stopped_runs_end_as_a_whole_one(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["simple_gla"])
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "kda", "simple_gla"])
 def test_interpreted_tpu_kernels_train_as_plain_jax(mixer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(language_model_config, "PRESETS", small_train_lm.PRESETS)
     losses = {}
