@@ -65,11 +65,25 @@ class Dots:
         native = functools.partial(product, self.dtype)
         return jax.lax.platform_dependent(x, y, cpu=in_float32, default=native)
 
+    def fine(self, subscripts: str, x: Array, y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """An einsum that takes a float32 y in two parts, if operands are bfloat16."""
+        coarse = y.astype(self.dtype).astype(jnp.float32)
+        return self(subscripts, x, coarse) + self(subscripts, x, y - coarse)
+
 
 def storage_dtype(*arrays: Array) -> jnp.dtype:
     """The residuals' type: bfloat16 where all of q, k and v are, else float32."""
     all_bfloat16 = all(x.dtype == jnp.bfloat16 for x in arrays)
     return jnp.dtype(jnp.bfloat16 if all_bfloat16 else jnp.float32)
+
+
+def computed_once(x: Array) -> Array:
+    """Keep the compiler from computing x anew inside each product that reads it.
+
+    For D and A a TPU v6e so takes 10.6 million cycles in place of 11.6 for the gated delta rule,
+    forward and backward, and 5.5 in place of 5.75 for SimpleGLA.
+    """
+    return jax.lax.optimization_barrier(x)
 
 
 def to_chunks(x: Float[Array, "B T H *D"], packing: Packing | None) -> Float[Array, "B H N C *D"]:
@@ -177,10 +191,12 @@ class HeadDecay:
         def decay(mask, difference):
             mask = mask[:, None, None]
             log = difference(coarse) + difference(fine)
-            return jnp.where(mask, jnp.exp(jnp.where(mask, log, 0)), 0)
+            return jnp.exp(jnp.where(mask, log, -jnp.inf))
 
         return cls(
-            between=decay(documents.causal, lambda x: x[..., :, None] - x[..., None, :]),
+            between=computed_once(
+                decay(documents.causal, lambda x: x[..., :, None] - x[..., None, :])
+            ),
             entering=decay(documents.enters, lambda x: x),
             leaving=decay(documents.leaves, lambda x: x[..., -1:] - x),
             passing=decay(documents.passes, lambda x: x[..., -1]),
@@ -248,7 +264,10 @@ def carry_states(
         n = count - 1 - i if reverse else i
         document = None if chunk_document is None else (row, chunk_document[:, n])
         state = states[:, 0] if chunk_document is None else states[document]
-        new_state = step(state, *(x[n] for x in inputs)) + entered[n]
+        # On a GPU, without the barrier, XLA copies `entered` twice a step: it will not read and
+        # update an array in one body in place (5.3 ms rather than 6.3 for KDA on an H200).
+        own, entered = jax.lax.optimization_barrier((entered[n], entered))
+        new_state = step(state, *(x[n] for x in inputs)) + own
         entered = jax.lax.dynamic_update_index_in_dim(entered, state, n, 0)
         if chunk_document is None:
             return new_state[:, None], entered

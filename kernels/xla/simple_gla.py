@@ -29,6 +29,7 @@ from .chunks import (
     Dots,
     HeadDecay,
     carry_states,
+    computed_once,
     group,
     l2norm,
     l2norm_gradient,
@@ -62,6 +63,7 @@ def _forward(options, states, tokens, documents, chunk_document):
     new_states, entered = carry_states(jnp.multiply, states, added, inputs, chunk_document)
     entered = entered.astype(storage)
     attention = dots("...ik,...jk->...ij", q, k) * decay.between
+    attention = computed_once(attention.astype(dots.dtype))
     o = dots("...ij,...jv->...iv", attention, v)
     o += decay.entering[..., None] * dots("...ik,...kv->...iv", q, entered)
     o = (options.scale * o).astype(tokens[2].dtype)
@@ -85,6 +87,7 @@ def _backward(options, dstates, tokens, documents, chunk_document, residuals, do
     dleft = dleft.astype(dots.dtype)
     between = options.scale * decay.between
     attention = dots("...ik,...jk->...ij", q, k) * between
+    attention = computed_once(attention.astype(dots.dtype))
     dattention = (dots("...iv,...jv->...ij", do, v) * between).astype(dots.dtype)
     dv = dots("...ij,...iv->...jv", attention, do)
     dv += leaving * dots("...jk,...kv->...jv", k, dleft)
