@@ -13,10 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..packing import CHUNK
-from .chunks import SUBLANES, Documents, zero_padding
+from .chunks import Documents, zero_padding
 
 HEADS_AND_CHUNKS = 128
 """Chunks in a block, counted for each row and head (a block holds at least one chunk of each)."""
+
+SUBLANES = 8
+"""Tokens that a TPU keeps together in one tile. Moved as a whole, heads and tokens are exchanged
+in one copy of tiles; left to itself, the compiler makes two copies of some tensors."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,6 @@ from jaxtyping import Array, Bool, Float
 from ..operation import Options
 from ..packing import CHUNK, Packing
 
-SUBLANES = 8
-"""Tokens that a TPU keeps together in one tile. Moved as a whole, heads and tokens are exchanged
-in one copy of tiles; left to itself, the compiler makes two copies of some tensors."""
-
 SMALLEST_DECAY = -128.0
 """exp of it is 0 in float32: any g below acts the same, and -inf - -inf never arises."""
 
@@ -84,24 +80,6 @@ def computed_once(x: Array) -> Array:
     forward and backward, and 5.5 in place of 5.75 for SimpleGLA.
     """
     return jax.lax.optimization_barrier(x)
-
-
-def to_chunks(x: Float[Array, "B T H *D"], packing: Packing | None) -> Float[Array, "B H N C *D"]:
-    """Cut rows into chunks, with zeros for padding tokens and for the end of the last chunk."""
-    x = zero_padding(x, packing)
-    batch, length, heads, *size = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -length % CHUNK)) + ((0, 0),) * (x.ndim - 2))
-    x = jnp.moveaxis(x.reshape(batch, -1, SUBLANES, heads, *size), 3, 1)
-    return x.reshape(batch, heads, -1, CHUNK, *size)
-
-
-def from_chunks(
-    x: Float[Array, "B H N C *D"], length: int, packing: Packing | None
-) -> Float[Array, "B T H *D"]:
-    """Undo `to_chunks`; padding tokens get zeros."""
-    batch, heads, _, _, *size = x.shape
-    x = jnp.moveaxis(x.reshape(batch, heads, -1, SUBLANES, *size), 1, 3)
-    return zero_padding(x.reshape(batch, -1, heads, *size)[:, :length], packing)
 
 
 def zero_padding(x: Float[Array, "B T *D"], packing: Packing | None) -> Float[Array, "B T *D"]:
@@ -239,8 +217,8 @@ def carry_states(
 ) -> tuple[Float[Array, "B N HV K V"], Float[Array, "B H R chunks K V"]]:
     """Carry the states of documents over the chunks: S <- step(S, *inputs of n) + added of n.
 
-    The states that entered the chunks take the place of `added` in memory: a scan's own output
-    would be as large again, and a TPU fills it with zeros first.
+    Eight steps of the loop are one: on a v6e core that takes the gated delta rule from 10.6 to 10.0
+    million cycles, forward and backward.
 
     Args:
         step: from a state [B, H, R, K, V] and one chunk's inputs to what is left of the state.
@@ -255,25 +233,20 @@ def carry_states(
     """
     shape = states.shape
     states = states.reshape(*shape[:2], *added.shape[1:3], *shape[3:])
-    added, *inputs = (jnp.moveaxis(x, 3, 0) for x in (added, *inputs))
-    count = added.shape[0]
     row = jnp.arange(shape[0])
 
-    def body(i, carry):
-        states, entered = carry
-        n = count - 1 - i if reverse else i
-        document = None if chunk_document is None else (row, chunk_document[:, n])
-        state = states[:, 0] if chunk_document is None else states[document]
-        # On a GPU, without the barrier, XLA copies `entered` twice a step: it will not read and
-        # update an array in one body in place (5.3 ms rather than 6.3 for KDA on an H200).
-        own, entered = jax.lax.optimization_barrier((entered[n], entered))
-        new_state = step(state, *(x[n] for x in inputs)) + own
-        entered = jax.lax.dynamic_update_index_in_dim(entered, state, n, 0)
-        if chunk_document is None:
-            return new_state[:, None], entered
-        return states.at[document].set(new_state), entered
+    def body(states, inputs):
+        document, added, *inputs = inputs
+        state = states[:, 0] if document is None else states[row, document]
+        new_state = step(state, *inputs) + added
+        if document is None:
+            return new_state[:, None], state
+        return states.at[row, document].set(new_state), state
 
-    states, entered = jax.lax.fori_loop(0, count, body, (states, added))
+    if chunk_document is not None:
+        chunk_document = chunk_document.T
+    inputs = (chunk_document, *(jnp.moveaxis(x, 3, 0) for x in (added, *inputs)))
+    states, entered = jax.lax.scan(body, states, inputs, reverse=reverse, unroll=8)
     return states.reshape(shape), jnp.moveaxis(entered, 0, 3)
 
 

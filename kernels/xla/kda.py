@@ -39,6 +39,7 @@ that nothing cancels, and so is dg in terms of the gradients of all those sums.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -46,20 +47,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..packing import CHUNK
-from .blocks import Blocks, chunks_to_tiles, tiles_to_chunks
+from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
 from .chunks import (
     SMALLEST_BETA,
     SMALLEST_DECAY,
     Documents,
     Dots,
     carry_states,
+    forget,
     group,
     l2norm,
     l2norm_gradient,
     storage_dtype,
     ungroup,
     unit_lower_inverse,
-    zero_padding,
 )
 
 LEVELS = range(CHUNK.bit_length() - 1)
@@ -82,43 +83,14 @@ FROM_START, TO_END = COLUMN <= ROW, COLUMN > ROW
 
 def forward(options, tokens, states, packing, chunk_document):
     """Outputs and new states; as residuals the states that entered the chunks, T^T, A^T and u."""
-    blocks, inputs = _cut(tokens, packing, chunk_document)
-
-    def block(states, inputs):
-        o, states, residuals = _forward(options, states, *inputs)
-        return states, (o, residuals)
-
-    states, (o, residuals) = jax.lax.scan(block, states, inputs)
-    residuals = {name: blocks.join(x, 2) for name, x in residuals.items()}
-    return (zero_padding(blocks.join_tokens(o), packing), states), residuals
+    block = functools.partial(_forward, options)
+    return forward_by_blocks(block, tokens, states, packing, chunk_document)
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dfinal_states):
-    """Gradients of tokens and states. Block by block, they take the tokens' place in memory."""
-    blocks, (tokens, *inputs) = _cut(tokens, packing, chunk_document)
-    residuals = {name: blocks.cut(x, 2) for name, x in residuals.items()}
-    inputs = (*inputs, residuals, blocks.cut_tokens(zero_padding(do, packing)))
-
-    def block(i, carry):
-        dstates, tokens = carry
-        n = blocks.count - 1 - i
-        of_block, *rest = jax.tree.map(lambda x: x[n], (tokens, *inputs))
-        dtokens, dstates = _backward(options, dstates, of_block, *rest)
-        return dstates, jax.tree.map(lambda x, dx: x.at[n].set(dx), tokens, dtokens)
-
-    dstates, dtokens = jax.lax.fori_loop(0, blocks.count, block, (dfinal_states, tokens))
-    return tuple(zero_padding(blocks.join_tokens(x), packing) for x in dtokens), dstates
-
-
-def _cut(tokens, packing, chunk_document):
-    blocks = Blocks.of(tokens[2])
-    documents = None
-    if packing is not None:
-        documents = jax.tree.map(lambda x: blocks.cut(x, 1, mode="edge"), Documents.of(packing))
-    if chunk_document is not None:
-        chunk_document = blocks.cut(chunk_document, 1, mode="edge")
-    tokens = tuple(blocks.cut_tokens(zero_padding(x, packing)) for x in tokens)
-    return blocks, (tokens, documents, chunk_document)
+    """Gradients of tokens and states."""
+    block = functools.partial(_backward, options)
+    return backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, dfinal_states)
 
 
 def _forward(options, states, tokens, documents, chunk_document):
@@ -136,7 +108,7 @@ def _forward(options, states, tokens, documents, chunk_document):
     forgotten = dots("...ik,...il->...kl", written, beta * read)
     added = dots("...ik,...iv->...kv", written, beta * v)
     inputs = (forgotten.astype(dots.dtype), decay.passing)
-    step = _forget(dots)
+    step = forget(dots)
     new_states, entered = carry_states(step, states, added, inputs, chunk_document)
     entered = entered.astype(storage)
 
@@ -171,7 +143,7 @@ def _backward(options, dstates, tokens, documents, chunk_document, residuals, do
     added = dots("...ik,...iv->...kv", q * decay.entering, do)
     added -= dots("...ik,...iv->...kv", w, du)
     inputs = (forgotten.astype(dots.dtype), decay.passing)
-    step = _forget(dots)
+    step = forget(dots)
     dstates, dleft = carry_states(step, dstates, added, inputs, chunk_document, reverse=True)
     dleft = dleft.astype(dots.dtype)
 
@@ -229,11 +201,7 @@ class ChannelDecay:
     causal: Bool[Array, "b 1 1 n C C"]
 
     @classmethod
-    def of(
-        cls, g: Float[Array, "B H R N C K"], documents: Documents | None, dots: Dots
-    ) -> "ChannelDecay":
-        if documents is None:
-            documents = Documents.of(None)
+    def of(cls, g: Float[Array, "B H R N C K"], documents: Documents, dots: Dots) -> "ChannelDecay":
         causal, enters, leaves, passes = (
             x[:, None, None]
             for x in (documents.causal, documents.enters, documents.leaves, documents.passes)
@@ -309,12 +277,3 @@ def _attention_gradients(q, k, decay, do, dv, u, dots):
         dk = dots("...ij,...jk->...ik", dm_level, ek) + dots("...ij,...ik->...jk", da_level, eq)
         terms.append((span, e * dq, e * dk))
     return terms
-
-
-def _forget(dots):
-    """A step of `carry_states`: diag(passing) S - forgotten S."""
-
-    def step(state, forgotten, passing):
-        return passing[..., None] * state - dots("...kl,...lv->...kv", forgotten, state)
-
-    return step
