@@ -210,7 +210,7 @@ def _kernel(
         carried = total * after
         dstate[h] = carried + dot(transposed, starting, precision)
         yield
-        dscores = dot(both, u, precision, NT)
+        dscores = dot(both, u.astype(dtype), precision, NT)
         yield
         dk_after = dot((ends * u).astype(dtype), after.astype(dtype), precision, NT)
         yield

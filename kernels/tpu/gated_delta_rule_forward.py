@@ -9,7 +9,8 @@ Per value head and chunk of C tokens, with the decays of `decay.py` and the chun
     o  = scale (start * q S + A u)
     S <- total S + k^T (end * beta * u)
 
-Saved for the backward: S before each chunk and u in the compute dtype, and T^T in float32.
+Saved for the backward: S before each chunk in the compute dtype, and T^T and u in float32: with u
+in bfloat16 dg is off by 5.5e-3 on random inputs, not 1.8e-3.
 """
 
 import functools
@@ -53,7 +54,7 @@ def forward(
 ]:
     """Outputs, new states and, with `save`, what the backward reads: S, T^T and u."""
     sizes = (blocks.key_size, blocks.value_size)
-    saved = [(sizes, v.dtype), ((CHUNK, CHUNK), jnp.float32), ((CHUNK, sizes[1]), v.dtype)]
+    saved = [(sizes, v.dtype), ((CHUNK, CHUNK), jnp.float32), ((CHUNK, sizes[1]), jnp.float32)]
     chunks = (blocks.batch, blocks.value_heads, blocks.num_chunks)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(prefetched),
@@ -162,7 +163,7 @@ def _kernel(
         if us is not None:
             chunk_states[h, chunk] = own_state(before, h, blocks).astype(dtype)
             inverses[h, chunk] = inverse.T
-            us[h, chunk] = own_lanes(u, h, blocks.value_size).astype(dtype)
+            us[h, chunk] = own_lanes(u, h, blocks.value_size)
         written = dot(attention, u.astype(dtype), precision)
         added = dot(keys, writes.astype(dtype), precision)
         yield

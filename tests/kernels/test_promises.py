@@ -27,11 +27,6 @@ every_implementation = pytest.mark.parametrize(
 )
 
 
-# The plain-JAX gated delta rule's dg is not yet at the 5e-3 that bfloat16 is to have: with T and u
-# kept in bfloat16 for the backward pass it is at 7.3e-3, even with float32 dots (6.6e-3).
-BFLOAT16_DG = 8e-3
-
-
 # --- accuracy ---------------------------------------------------------------------------------
 
 
@@ -111,12 +106,7 @@ def expected_of(op, column, dtype):
 def test_accuracy(op, implementation, column, dtype):
     make, tolerances = COLUMNS[column]
     actual = evaluate(op, implementation, make(op), dtype=dtype)
-    check(
-        actual,
-        expected_of(op, column, dtype),
-        tolerances[dtype],
-        BFLOAT16_DG if op is GDN and dtype == "bfloat16" else 0.0,
-    )
+    check(actual, expected_of(op, column, dtype), tolerances[dtype])
 
 
 @every_implementation
@@ -248,8 +238,7 @@ def test_l2norm(op, implementation, dtype, tolerance):
     inputs["q"], inputs["k"] = 3 * inputs["q"], 0.2 * inputs["k"]
     # In bfloat16 the rounding of the normalised q and k adds to the 5e-3 of the plain op.
     actual = evaluate(op, implementation, inputs, dtype=dtype, qk_l2norm=True)
-    dg_tolerance = BFLOAT16_DG if op is GDN and dtype == "bfloat16" else 0.0
-    check(actual, reference(op, inputs, dtype, qk_l2norm=True), tolerance, dg_tolerance)
+    check(actual, reference(op, inputs, dtype, qk_l2norm=True), tolerance)
 
 
 @every_implementation
