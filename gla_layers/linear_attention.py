@@ -186,6 +186,7 @@ class LinearAttention(nnx.Module):
             "segment_ids": segment_ids,
             "qk_l2norm": self._qk_l2norm,
             "precision": self.precision,
+            "partition": self.sharding.tokens,
         }
         if state is None:
             return self._chunk(*tokens, implementation=self.implementation, **options)

@@ -1,4 +1,4 @@
-"""How parameters are laid out over a mesh: one `PartitionSpec` per kind of parameter."""
+"""How parameters and tokens are laid out over a mesh: one `PartitionSpec` per kind of array."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,10 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass(frozen=True)
 class ShardingConfig:
-    """A `PartitionSpec`, or None for no annotation, per kind of parameter.
+    """A `PartitionSpec`, or None for no annotation, per kind of array.
 
     The default annotates nothing, which needs no mesh. An annotated parameter needs one when the
-    layer is made, with the axes that the presets name: `fsdp` and `tensor`.
+    layer is made, and `tokens` when it runs, with the axes that the presets name: `data`, `fsdp`
+    and `tensor`, any of which may have the size 1.
 
     Attributes:
         embedding: `[vocabulary, hidden]`.
@@ -23,6 +24,8 @@ class ShardingConfig:
         convolution_kernel: `[width, features]`.
         features: `[features]` or `[heads]`: biases, `A_log`, `dt_bias`.
         norm: `[size]`: norm scales.
+        tokens: `[batch, time, heads]` of q, k, v and gates, as the ops take them; a mesh with
+            Auto axes needs it (`partition` of `gla_layers.kernels.chunk_gated_delta_rule`).
 
     Example:
 
@@ -41,10 +44,14 @@ class ShardingConfig:
     convolution_kernel: P | None = None
     features: P | None = None
     norm: P | None = None
+    tokens: P | None = None
 
     @classmethod
     def fsdp(cls) -> Self:
-        """Every matrix split along its hidden axis over `fsdp`; vectors replicated."""
+        """Every matrix split along its hidden axis over `fsdp`; vectors replicated.
+
+        Rows are split over `data` and `fsdp`.
+        """
         return cls(
             embedding=P(None, "fsdp"),
             in_kernel=P("fsdp", None),
@@ -54,6 +61,7 @@ class ShardingConfig:
             convolution_kernel=P(None, None),
             features=P(None),
             norm=P(None),
+            tokens=P(("data", "fsdp")),
         )
 
     @classmethod
@@ -68,6 +76,7 @@ class ShardingConfig:
             convolution_kernel=P(None, "tensor"),
             features=P("tensor"),
             norm=P(None),
+            tokens=P(("data", "fsdp"), None, "tensor"),
         )
 
 

@@ -1,0 +1,67 @@
+"""The layers on a mesh of eight devices: what one device gives, with parameters and heads split."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gla_layers import ShardingConfig
+
+from .mixers import CLASSES, HIDDEN, difference, fill, inputs
+
+SIZES = {
+    "gdn": {"num_heads": 2, "num_v_heads": 4},
+    "kda": {"num_heads": 2, "num_v_heads": 4},
+    "sgla": {"num_heads": 4, "num_kv_heads": 2},
+}
+ROWS = P(("data", "fsdp"))
+
+
+def make(name, sharding):
+    abstract = nnx.eval_shape(
+        lambda: CLASSES[name](**SIZES[name], sharding=sharding, rngs=nnx.Rngs(0))
+    )
+    rng = np.random.default_rng(1)
+    return fill(abstract, lambda path, p: rng.normal(size=p.shape, scale=HIDDEN**-0.5))
+
+
+def split(layer, mesh):
+    """The layer with its parameters where its annotations say."""
+    graph, state = nnx.split(layer)
+    place = {
+        path: p.replace(jax.device_put(p[...], NamedSharding(mesh, p.get_metadata("out_sharding"))))
+        for path, p in nnx.to_flat_state(state)
+    }
+    return nnx.merge(graph, nnx.from_flat_state(place))
+
+
+@jax.jit
+def gradients(layer, x, segment_ids):
+    def loss(layer, x):
+        y = layer(x, segment_ids=segment_ids)
+        return (y**2).sum(), y
+
+    return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+
+@pytest.mark.parametrize("preset", [ShardingConfig.fsdp, ShardingConfig.fsdp_tensor])
+@pytest.mark.parametrize("name", SIZES)
+def test_split_over_devices_equals_one(name, preset):
+    x = inputs(4, 20)
+    ids = np.where(np.arange(20) < 9, 1, 2)[None].repeat(4, axis=0)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        layer = split(make(name, preset()), mesh)
+        arguments = layer, *(jax.device_put(a, NamedSharding(mesh, ROWS)) for a in (x, ids))
+        compiled = gradients.lower(*arguments).compile()
+        actual = jax.device_get(jax.tree.leaves(compiled(*arguments)))
+    expected = jax.tree.leaves(gradients(make(name, ShardingConfig()), x, ids))
+    assert difference(actual, expected) < 1e-5
+    # Parameters are gathered. Tokens, whose arrays have three axes and more, are not.
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-to-all)\(", compiled.as_text())
+    assert gathered
+    assert all(shape.count(",") < 2 for shape in gathered), gathered
