@@ -15,6 +15,11 @@ All else waits for nothing from the chunk after: `kda_pairs.py` makes dq, dk and
 
 and of the gradient of total's exponent, sum over v of (total dS) * S, which is every token's. The
 products T (beta k since) and T (beta v) of the usual form never exist, nor do their gradients.
+
+What limits it is latency between dots and spills, not a full slot: on a v6e chip a head's chunk
+takes 1257 cycles, of which 743 hold vector arithmetic, 733 stores (675 of them spills) and 699
+matrix products. One factor array a level in place of since and until saves a twentieth of the
+products and takes no less time, 1307 cycles.
 """
 
 import functools
@@ -48,7 +53,6 @@ from .tuning import vector_dtype
 
 CHUNK_SKEW = 6
 HEAD_SKEW = 3
-YL = 0
 
 
 def backward(

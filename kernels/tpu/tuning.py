@@ -53,7 +53,7 @@ TABLE: dict[str, dict[str, Tuning]] = {
     "kda_forward": {
         "v4": Tuning(2, 1, 16 * MIB),
         "v5e": Tuning(8, 2, 96 * MIB),
-        "v5p": Tuning(8, 1, 48 * MIB),
+        "v5p": Tuning(8, 2, 48 * MIB),
         "v6e": Tuning(8, 2, 96 * MIB),
         "7x": Tuning(8, 2, 48 * MIB),
     },
