@@ -183,6 +183,10 @@ class Blocks:
         x = x.reshape(self.batch, self.value_heads, -1)
         return x[:, :, : self.length].transpose(0, 2, 1)
 
+    def sum_key_gradients(self, x: Float[Array, "B T sharing*H*K"]) -> Float[Array, "B T H K"]:
+        """dq or dk, summed over the blocks of value heads that read the same key head."""
+        return x.reshape(*x.shape[:2], self.key_heads, self.sharing, -1).sum(3)
+
     def prefetched(
         self, chunk_document: Int[Array, "B chunks"] | None, packing: Packing | None
     ) -> tuple[Array, Array, Array]:
@@ -247,6 +251,13 @@ def heads_per_block(
 def pad_heads(x: Float[Array, "... D"], size: int) -> Float[Array, "... size"]:
     """Zeros up to the head size that the kernel takes; they change no result."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+def flat_tokens(
+    x: Float[Array, "B T heads D"], size: int, dtype: jnp.dtype
+) -> Float[Array, "B T heads*size"]:
+    """Tokens as the kernels take them, in heads of `size`."""
+    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
 
 
 def pad_states(x: Float[Array, "... K V"], blocks: Blocks) -> Float[Array, "... K' V'"]:

@@ -23,9 +23,6 @@ from ..packing import CHUNK
 from .blocks import Blocks, chunk_rows, column, iota
 from .dots import NT, dot
 
-LOWEST = -128.0
-"""exp of it is exactly 0 in float32: a decay below acts the same."""
-
 
 class Documents:
     """Which rows of a chunk share a document.
@@ -82,7 +79,7 @@ class ChunkDecay:
     """The decays of all heads of a block in one chunk."""
 
     def __init__(self, g: Float[Array, "heads C"], documents: Documents, exact: bool):
-        """Cumulate g, at least `LOWEST`; `exact` for float32 accuracy at any decay."""
+        """Cumulate g, at least `SMALLEST_DECAY`; `exact` for float32 accuracy at any decay."""
         self.documents = documents
         parts = split(g) if exact else (g,)
         self.rows = [dot(x, self.documents.summed, contraction=NT) for x in parts]

@@ -6,12 +6,10 @@ divides by it.
 
 import jax.numpy as jnp
 
+from ..numerics import SMALLEST_DECAY, divisible, storage_dtype
 from . import gated_delta_rule_backward, gated_delta_rule_forward
-from .blocks import Blocks, pad_heads, pad_states
-from .decay import LOWEST
+from .blocks import Blocks, flat_tokens, pad_heads, pad_states
 from .tuning import tuning
-
-SMALLEST_BETA = 2.0**-60
 
 
 def forward(options, tokens, states, packing, chunk_document):
@@ -48,7 +46,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
     """See `operation.py`."""
     q, k, v, *_ = tokens
-    dtype = _compute_dtype(q, k, v)
+    dtype = storage_dtype(q, k, v)
     one_chunk = chunk_document is not None
     tuned = tuning("gated_delta_rule_backward")
     blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, reverse=True)
@@ -60,15 +58,13 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         q_tokens,
         k_tokens,
         *gates,
-        _tokens(do, blocks.value_size, dtype),
+        flat_tokens(do, blocks.value_size, dtype),
         pad_states(residuals["states"], blocks),
         residuals["inverse"],
         pad_heads(residuals["u"], blocks.value_size),
         pad_states(dstates, blocks),
     )
-    dq, dk = (
-        x.reshape(*q.shape[:3], blocks.sharing, -1).sum(3)[..., : q.shape[3]] for x in (dq, dk)
-    )
+    dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
     dv = dv.reshape(*v.shape[:3], -1)[..., : v.shape[3]]
     dg, dbeta = blocks.time_first(dg), blocks.time_first(dbeta)
     if packing is not None:
@@ -76,27 +72,18 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     return (dq, dk, dv, dg, dbeta), dstates[..., : q.shape[3], : v.shape[3]]
 
 
-def _compute_dtype(*tokens):
-    return jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in tokens) else jnp.float32
-
-
-def _tokens(x, size, dtype):
-    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
-
-
 def _inputs(blocks, tokens, packing, chunk_document):
     q, k, v, g, beta = tokens
-    dtype = _compute_dtype(q, k, v)
-    g, beta = jnp.maximum(g.astype(jnp.float32), LOWEST), beta.astype(jnp.float32)
+    dtype = storage_dtype(q, k, v)
+    g, beta = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY), beta.astype(jnp.float32)
     if packing is not None:
         g, beta = (jnp.where(packing.valid[..., None], x, 0) for x in (g, beta))
-    beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
     return (
         blocks.prefetched(chunk_document, packing),
-        _tokens(q, blocks.key_size, dtype),
-        _tokens(k, blocks.key_size, dtype),
-        _tokens(v, blocks.value_size, dtype),
+        flat_tokens(q, blocks.key_size, dtype),
+        flat_tokens(k, blocks.key_size, dtype),
+        flat_tokens(v, blocks.value_size, dtype),
         blocks.time_on_lanes(g),
-        blocks.time_on_lanes(beta),
+        blocks.time_on_lanes(divisible(beta)),
         None if packing is None else blocks.row_documents(packing),
     )

@@ -7,11 +7,11 @@ by it.
 
 import jax.numpy as jnp
 
+from ..numerics import divisible, storage_dtype
 from . import kda_backward, kda_forward
-from .blocks import Blocks, pad_heads, pad_states
+from .blocks import Blocks, flat_tokens, pad_heads, pad_states
 from .tuning import tuning
 
-SMALLEST_BETA = 2.0**-60
 RESIDUALS = ("states", "inverse", "attention", "v_new")
 
 
@@ -59,7 +59,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         q_,
         k_,
         *gates,
-        _tokens(do, blocks.value_size, q_.dtype),
+        flat_tokens(do, blocks.value_size, q_.dtype),
         (
             pad_states(residuals["states"], blocks),
             residuals["inverse"],
@@ -69,7 +69,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         pad_states(dstates, blocks),
     )
     key_size, value_size = q.shape[3], v.shape[3]
-    dq, dk = (x.reshape(*q.shape[:3], blocks.sharing, -1).sum(3)[..., :key_size] for x in (dq, dk))
+    dq, dk = (blocks.sum_key_gradients(x)[..., :key_size] for x in (dq, dk))
     dv = dv.reshape(*v.shape[:3], -1)[..., :value_size]
     dg = dg.reshape(*v.shape[:3], -1)[..., :key_size]
     dbeta = blocks.time_first(dbeta)
@@ -78,27 +78,18 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     return (dq, dk, dv, dg, dbeta), dstates[..., :key_size, :value_size]
 
 
-def _compute_dtype(*tokens):
-    return jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in tokens) else jnp.float32
-
-
-def _tokens(x, size, dtype):
-    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
-
-
 def _inputs(blocks, tokens, packing, chunk_document):
     q, k, v, g, beta = tokens
-    dtype = _compute_dtype(q, k, v)
+    dtype = storage_dtype(q, k, v)
     beta = beta.astype(jnp.float32)
     if packing is not None:
         beta = jnp.where(packing.valid[..., None], beta, 0)
-    beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
     return (
         blocks.prefetched(chunk_document, packing),
-        _tokens(q, blocks.key_size, dtype),
-        _tokens(k, blocks.key_size, dtype),
-        _tokens(v, blocks.value_size, dtype),
-        _tokens(g, blocks.key_size, jnp.float32),
-        blocks.time_on_lanes(beta),
+        flat_tokens(q, blocks.key_size, dtype),
+        flat_tokens(k, blocks.key_size, dtype),
+        flat_tokens(v, blocks.value_size, dtype),
+        flat_tokens(g, blocks.key_size, jnp.float32),
+        blocks.time_on_lanes(divisible(beta)),
         None if packing is None else blocks.row_documents(packing),
     )

@@ -7,9 +7,9 @@ the tensor. Gates are clamped here, and those of padding zeroed: they are small.
 
 import jax.numpy as jnp
 
+from ..numerics import SMALLEST_DECAY, storage_dtype
 from . import simple_gla_backward, simple_gla_forward
-from .blocks import Blocks, pad_heads, pad_states
-from .decay import LOWEST
+from .blocks import Blocks, flat_tokens, pad_states
 from .tuning import tuning
 
 
@@ -26,7 +26,7 @@ def outputs(options, tokens, states, packing, chunk_document):
 
 def _forward(options, tokens, states, packing, chunk_document, *, save):
     q, k, v, _ = tokens
-    dtype = _compute_dtype(q, k, v)
+    dtype = storage_dtype(q, k, v)
     one_chunk = chunk_document is not None
     blocks = Blocks.of(q, v, tuning("simple_gla_forward"), one_chunk=one_chunk)
     o, *states = simple_gla_forward.forward(
@@ -43,7 +43,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
     """See `operation.py`."""
     q, k, v, _ = tokens
-    dtype = _compute_dtype(q, k, v)
+    dtype = storage_dtype(q, k, v)
     one_chunk = chunk_document is not None
     tuned = tuning("simple_gla_backward")
     blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, reverse=True)
@@ -51,13 +51,11 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         blocks,
         options,
         *_inputs(blocks, dtype, tokens, packing, chunk_document),
-        _tokens(do, blocks.value_size, dtype),
+        flat_tokens(do, blocks.value_size, dtype),
         pad_states(residuals["states"], blocks),
         pad_states(dstates, blocks),
     )
-    dq, dk = (
-        x.reshape(*q.shape[:3], blocks.sharing, -1).sum(3)[..., : q.shape[3]] for x in (dq, dk)
-    )
+    dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
     dv = dv.reshape(*v.shape[:3], -1)[..., : v.shape[3]]
     dg = blocks.time_first(dg)
     if packing is not None:
@@ -65,24 +63,16 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     return (dq, dk, dv, dg), dstates[..., : q.shape[3], : v.shape[3]]
 
 
-def _compute_dtype(*tokens):
-    return jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in tokens) else jnp.float32
-
-
-def _tokens(x, size, dtype):
-    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
-
-
 def _inputs(blocks, dtype, tokens, packing, chunk_document):
     q, k, v, g = tokens
-    g = jnp.maximum(g.astype(jnp.float32), LOWEST)
+    g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
     if packing is not None:
         g = jnp.where(packing.valid[..., None], g, 0)
     return (
         blocks.prefetched(chunk_document, packing),
-        _tokens(q, blocks.key_size, dtype),
-        _tokens(k, blocks.key_size, dtype),
-        _tokens(v, blocks.value_size, dtype),
+        flat_tokens(q, blocks.key_size, dtype),
+        flat_tokens(k, blocks.key_size, dtype),
+        flat_tokens(v, blocks.value_size, dtype),
         blocks.time_on_lanes(g),
         None if packing is None else blocks.row_documents(packing),
     )

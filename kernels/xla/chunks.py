@@ -19,14 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ..numerics import SMALLEST_DECAY
 from ..operation import Options
 from ..packing import CHUNK, Packing
-
-SMALLEST_DECAY = -128.0
-"""exp of it is 0 in float32: any g below acts the same, and -inf - -inf never arises."""
-
-SMALLEST_BETA = 2.0**-60
-"""Stands for beta = 0, so that what is proportional to beta can be divided by it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +60,6 @@ class Dots:
         """An einsum that takes a float32 y in two parts, if operands are bfloat16."""
         coarse = y.astype(self.dtype).astype(jnp.float32)
         return self(subscripts, x, coarse) + self(subscripts, x, y - coarse)
-
-
-def storage_dtype(*arrays: Array) -> jnp.dtype:
-    """The residuals' type: bfloat16 where all of q, k and v are, else float32."""
-    all_bfloat16 = all(x.dtype == jnp.bfloat16 for x in arrays)
-    return jnp.dtype(jnp.bfloat16 if all_bfloat16 else jnp.float32)
 
 
 def computed_once(x: Array) -> Array:

@@ -35,9 +35,9 @@ import functools
 
 import jax.numpy as jnp
 
+from ..numerics import divisible, storage_dtype
 from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
 from .chunks import (
-    SMALLEST_BETA,
     Dots,
     HeadDecay,
     carry_states,
@@ -47,7 +47,6 @@ from .chunks import (
     l2norm,
     l2norm_gradient,
     log_decay_gradient,
-    storage_dtype,
     ungroup,
     unit_lower_inverse,
 )
@@ -154,6 +153,4 @@ def _chunked(options, tokens):
     if options.qk_l2norm:
         dtype = storage_dtype(q, k, v)
         q, k = l2norm(q).astype(dtype), l2norm(k).astype(dtype)
-    beta = beta.astype(jnp.float32)
-    beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
-    return q[:, :, None], k[:, :, None], v, g, beta
+    return q[:, :, None], k[:, :, None], v, g, divisible(beta)

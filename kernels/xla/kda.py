@@ -46,11 +46,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..numerics import SMALLEST_DECAY, divisible, storage_dtype
 from ..packing import CHUNK
 from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
 from .chunks import (
-    SMALLEST_BETA,
-    SMALLEST_DECAY,
     Documents,
     Dots,
     carry_states,
@@ -58,7 +57,6 @@ from .chunks import (
     group,
     l2norm,
     l2norm_gradient,
-    storage_dtype,
     ungroup,
     unit_lower_inverse,
 )
@@ -177,8 +175,7 @@ def _chunked(options, tokens):
     q = options.scale * (l2norm(q) if options.qk_l2norm else q.astype(jnp.float32))
     k = l2norm(k) if options.qk_l2norm else k
     g = jnp.clip(g.astype(jnp.float32), SMALLEST_DECAY, 0)
-    beta = beta.astype(jnp.float32)[..., None]
-    beta = jnp.where(jnp.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+    beta = divisible(beta[..., None])
     return q[:, :, None].astype(storage), k[:, :, None].astype(storage), v, g, beta
 
 

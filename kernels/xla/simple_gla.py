@@ -24,6 +24,7 @@ import functools
 
 import jax.numpy as jnp
 
+from ..numerics import storage_dtype
 from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
 from .chunks import (
     Dots,
@@ -34,7 +35,6 @@ from .chunks import (
     l2norm,
     l2norm_gradient,
     log_decay_gradient,
-    storage_dtype,
     ungroup,
 )
 
