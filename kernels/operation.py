@@ -252,8 +252,6 @@ class Operation:
 
         if options.implementation is not None:
             return bind(options.implementation)(*arrays)
-        if "pallas_tpu" not in self.implementations:
-            return bind("xla")(*arrays)
         return jax.lax.platform_dependent(*arrays, tpu=bind("pallas_tpu"), default=bind("xla"))
 
 
