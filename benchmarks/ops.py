@@ -10,10 +10,9 @@ import argparse
 import json
 from importlib.metadata import version
 
+from .op_cases import CASES
 from .static_cost import static_cost
 from .tpu_compiler import TARGETS
-
-from .op_cases import CASES  # isort: skip  (imports jax, so it comes after tpu_compiler)
 
 
 def main() -> None:

@@ -1,17 +1,11 @@
 """Compile for a TPU generation with no TPU attached: libtpu does so on any x86-64 Linux host.
 
-Import this module before JAX: it sets what libtpu reads when it is loaded.
+libtpu reads its settings when it is first used; JAX itself stays on the CPU.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process aborts
 
 import jax
 from jax.experimental import topologies
@@ -21,6 +15,12 @@ from jax.sharding import (
     AxisType,
     SingleDeviceSharding,
 )
+
+jax.config.update("jax_platforms", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process aborts
 
 
 @dataclasses.dataclass(frozen=True)

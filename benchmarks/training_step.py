@@ -8,15 +8,14 @@ and optimizer donated. Compiling takes minutes a target.
 
 import argparse
 
-from .tpu_compiler import TARGETS, compile_for
-
-# isort: split  (import jax, so they come after tpu_compiler)
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from gla_layers import LanguageModel, LanguageModelConfig, weight_decay_mask
+
+from .tpu_compiler import TARGETS, compile_for
 
 
 def abstract_training(config: LanguageModelConfig, remat: bool) -> tuple[nnx.Module, nnx.Optimizer]:

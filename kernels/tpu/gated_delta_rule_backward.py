@@ -27,8 +27,8 @@ terms, as with one dg is off by 8e-3.
 
 Two passes, dS and dv one chunk after another and then dq and dk of all chunks at once, would write
 and read dS of every chunk and dx: at T = 8192 and 16 heads of 128 that is 270 MB more with both in
-float32, 0.29 million cycles of a v6e chip's bandwidth. A draft of two passes took 0.57 where a draft
-of one took 0.48 to 0.55.
+float32, 0.29 million cycles of a v6e chip's bandwidth. A draft of two passes took 0.57 where a
+draft of one took 0.48 to 0.55.
 """
 
 import functools
