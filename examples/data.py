@@ -75,11 +75,10 @@ def training_stream(
     """
     tokens, segment_ids = pack(documents, sequence_length + 1)
     rows = grain.MapDataset.range(len(tokens)).seed(seed).shuffle().repeat()
-    batches = rows.map(lambda i: {"tokens": tokens[i], "segment_ids": segment_ids[i]}).batch(
-        batch_size
-    )
+    rows = rows.map(lambda i: {"tokens": tokens[i], "segment_ids": segment_ids[i]})
     # The rows lie in memory: reader threads would only cost.
-    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    rows = rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    return iter(rows.batch(batch_size))
 
 
 def pack(documents: Sequence[bytes], length: int) -> Rows:

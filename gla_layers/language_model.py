@@ -247,6 +247,7 @@ class LanguageModel(nnx.Module):
         else:
             inputs_ids, targets_ids = segment_ids[:, :-1], segment_ids[:, 1:]
             is_target = (inputs_ids == targets_ids) & (targets_ids != 0)
+            targets = jnp.where(is_target, targets, 0)
             segment_ids = inputs_ids
         hidden, _ = self._hidden(inputs, None, segment_ids)
         losses = chunked_cross_entropy(
@@ -273,6 +274,8 @@ class LanguageModel(nnx.Module):
             )
         states = (None,) * len(self.layers) if state is None else state
         call = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        if segment_ids is not None:
+            tokens = jnp.where(segment_ids == 0, 0, tokens)  # padding may hold any number
         x = self.embed(tokens)
         new_states = []
         for layer, layer_state in zip(self.layers, states, strict=True):

@@ -156,7 +156,7 @@ class LinearAttention(nnx.Module):
         (q, k, v), convolution = self._project(x, state, segment_ids)
         o, recurrent = self._mix(x, q, k, v, state, segment_ids)
         gate = None if self.g_proj is None else self.g_proj(x)
-        y = self.o_proj(self.o_norm(o.reshape(*o.shape[:2], -1), gate))
+        y = self.o_proj(self.o_norm(o.reshape(*o.shape[:2], o.shape[2] * o.shape[3]), gate))
         if state is None:
             return y
         return y, LinearAttentionState(convolution, recurrent)
@@ -177,7 +177,8 @@ class LinearAttention(nnx.Module):
 
     def _mix(self, x, q, k, v, state, segment_ids):
         blocks = self.heads.value_blocks
-        v = v.reshape(*v.shape[:2], -1, self.heads.value_size // blocks)
+        value_size = self.heads.value_size // blocks
+        v = v.reshape(*v.shape[:2], v.shape[2] * blocks, value_size)
         gates = self._gates(x)
         if blocks > 1:
             gates = (jnp.repeat(gate, blocks, axis=2) for gate in gates)
@@ -211,7 +212,7 @@ class LinearAttention(nnx.Module):
     def _split_heads(self, q, k, v):
         key_size, value_size = self.heads.key_size, self.heads.value_size
         pairs = (q, key_size), (k, key_size), (v, value_size)
-        return tuple(x.reshape(*x.shape[:2], -1, size) for x, size in pairs)
+        return tuple(x.reshape(*x.shape[:2], x.shape[2] // size, size) for x, size in pairs)
 
     def _convolutions(self) -> tuple[ShortConvolution, ...]:
         return () if self.conv_size is None else (self.q_conv1d, self.k_conv1d, self.v_conv1d)

@@ -160,6 +160,11 @@ class Operation:
         if initial_state is None:
             shape = (batch, value_heads, k.shape[-1], value_size)
             initial_state = jnp.zeros(shape, jnp.float32)
+        if num_documents is not None:
+            initial_state = _per_document(initial_state, num_documents)
+        if batch == 0 or length == 0:
+            states = initial_state.astype(jnp.float32)
+            return jnp.zeros_like(v), states if output_final_state else None
         packing = None
         if segment_ids is not None:
             packing = Packing.from_segment_ids(segment_ids)
@@ -168,8 +173,7 @@ class Operation:
         if num_documents is None:
             o, states = self._one_state_a_row(options, tokens, initial_state, packing)
         else:
-            states = _per_document(initial_state, num_documents)
-            o, states = self._one_state_a_document(options, tokens, states, packing)
+            o, states = self._one_state_a_document(options, tokens, initial_state, packing)
         return o, states if output_final_state else None
 
     def _check_available(self, implementation: str | None, tokens: Tokens) -> None:
@@ -199,6 +203,8 @@ class Operation:
         lengths = packing.lengths(num_documents)
         if options.implementation == "reference" or num_documents == 1:
             o, new_states = self._run(options, tokens, states, packing)
+            has_state = ~packing.valid | (packing.document < num_documents)
+            o = jnp.where(has_state[..., None, None], o, jnp.nan)
         else:
             layout = Alignment.of(packing, num_documents)
             aligned = tuple(layout.align(x) for x in tokens)
@@ -209,13 +215,9 @@ class Operation:
         return o, jnp.where(overflow[:, None, None, None, None], jnp.nan, new_states)
 
     def _run(self, options, tokens, states, packing, chunk_document=None):
-        batch, length = tokens[0].shape[:2]
-        if batch == 0 or length == 0:
-            v = tokens[2]
-            return jnp.zeros_like(v), states.astype(jnp.float32)
         if options.implementation == "reference":
             if packing is None:
-                shape = (batch, length)
+                shape = tokens[0].shape[:2]
                 packing = Packing(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
             return self.reference(
                 *tokens, states, packing, scale=options.scale, qk_l2norm=options.qk_l2norm
@@ -294,8 +296,9 @@ def _implementation_on_mesh(
 
 
 def _check_num_documents(segment_ids: Int[Array, "B T"], num_documents: int) -> None:
-    if segment_ids.size and arguments.is_concrete(segment_ids):
-        count = int(Packing.from_segment_ids(segment_ids).document.max()) + 1
+    document = Packing.from_segment_ids(segment_ids).document
+    if document.size and arguments.is_concrete(document):
+        count = int(document.max()) + 1
         if count > num_documents:
             raise ValueError(
                 f"max_num_segments must be at least the {count} documents that segment_ids "

@@ -60,6 +60,11 @@ class Placement:
         if partition is None:
             return None
         rows, time, heads = _three_axes(partition)
+        unknown = {*_names(rows), *_names(time), *_names(heads)} - set(mesh.axis_names)
+        if unknown:
+            raise ValueError(
+                f"partition must name axes of the mesh, {mesh.axis_names}, got {partition}"
+            )
         if time is not None:
             raise ValueError(
                 f"partition must leave the time axis whole, got {partition} for [B, T, heads]"

@@ -123,6 +123,14 @@ def test_a_batch_of_padding_has_loss_0_and_finite_gradients():
     assert all(not leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
+def test_padding_may_hold_any_number():
+    model, segment_ids = make_model(), jnp.asarray([[1, 1, 1, 0, 0]])
+    expected = loss_and_gradients(model, jnp.asarray([[1, 2, 3, 0, 0]]), segment_ids)
+    actual = loss_and_gradients(model, jnp.asarray([[1, 2, 3, 999, -300]]), segment_ids)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_loss_never_holds_all_logits():
     model = make_model()
     tokens = random_tokens(2, 301)

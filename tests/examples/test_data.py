@@ -78,6 +78,10 @@ def test_every_epoch_holds_the_rows_in_another_order():
     assert not np.array_equal(first, second)
 
 
+def test_batches_of_one_row():
+    assert len(next(stream(batch_size=1))["tokens"]) == 1
+
+
 @pytest.mark.parametrize("documents", [DOCUMENTS, random_documents([1600]), random_documents([7])])
 def test_a_place_saved_as_json_is_found_again(documents):
     whole = stream(documents)

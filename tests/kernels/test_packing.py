@@ -10,6 +10,7 @@ from gla_layers.kernels.packing import CHUNK, Alignment, Packing
 from .cases import (
     OP_IDS,
     OP_IMPLEMENTATIONS,
+    OPS,
     evaluate,
     random_inputs,
     reference,
@@ -160,6 +161,57 @@ def test_more_documents_than_states(op, implementation):
         call(ids)
     _, states = jax.jit(call)(ids)
     assert np.isnan(states).all(), "a traced call cannot raise: it must not return plausible states"
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_more_documents_than_states_in_decoding(op):
+    inputs = random_inputs(op, length=6)
+    tokens = [jnp.asarray(inputs[name], "float32") for name in op.tokens]
+
+    @jax.jit
+    def call(ids):
+        options = {"max_num_segments": 2, "output_final_state": True}
+        return op.recurrent(*tokens, segment_ids=ids, **options)
+
+    o, states = call(jnp.asarray([[1, 1, 2, 2, 3, 0]]))
+    assert np.isnan(states).all()
+    assert np.isnan(o).any(axis=(0, 2, 3)).tolist() == [False] * 4 + [True, False]
+
+
+@every_implementation
+def test_documents_known_while_tracing(op, implementation):
+    inputs = random_inputs(op, length=9)
+    tokens = [jnp.asarray(inputs[name], "float32") for name in op.tokens]
+
+    def call(*tokens, ids):
+        options = {"max_num_segments": 3, "output_final_state": True}
+        return op.chunk(*tokens, segment_ids=ids, implementation=implementation, **options)
+
+    ids = np.array([[1, 1, 1, 2, 2, 0, 3, 3, 0]])
+    known = jax.jit(lambda *tokens: call(*tokens, ids=ids))(*tokens)
+    traced = jax.jit(call)(*tokens, ids=jnp.asarray(ids))
+    for actual, expected in zip(known, traced, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"segment_ids": jnp.zeros((1, 0), int), "max_num_segments": 2},
+        {"cu_seqlens": jnp.zeros(3, int)},
+    ],
+    ids=["segment_ids", "cu_seqlens"],
+)
+@every_implementation
+def test_no_tokens_keep_every_documents_state(op, implementation, packing):
+    inputs = random_inputs(op, length=0)
+    tokens = [jnp.asarray(inputs[name], "float32") for name in op.tokens]
+    states = jnp.ones((1, 2, *inputs["initial_state"].shape[1:]))
+    options = {"initial_state": states, "implementation": implementation, **packing}
+    o, new_states = op.chunk(*tokens, output_final_state=True, **options)
+    assert o.shape == inputs["v"].shape
+    np.testing.assert_array_equal(new_states, states)
+    assert op.chunk(*tokens, **options)[0].shape == inputs["v"].shape
 
 
 def test_alignment_starts_documents_at_chunk_starts():

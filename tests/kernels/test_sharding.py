@@ -142,6 +142,7 @@ def tokens_of(op, **shape):
         (P("data"), "q must have a multiple of 2 batch rows, .*'data'.*, got 3"),
         (P(None, "data"), "partition must leave the time axis whole"),
         (P(None, None, "data"), "q must have a multiple of 2 heads, .*'data'.*, got 1"),
+        (P("rows"), r"partition must name axes of the mesh, \('data',\), got .*'rows'"),
         (P(None, None, None, "data"), "partition must be None or a PartitionSpec of"),
         ("data", "partition must be None or a PartitionSpec of"),
     ],

@@ -197,3 +197,16 @@ def test_initial_decay(make_layer, low):
 def test_safe_gate_starts_from_rate_one():
     layer = nnx.jit(lambda: CLASSES["kda"](safe_gate=True, lower_bound=-5.0, rngs=nnx.Rngs(0)))()
     assert np.all(np.asarray(layer.A_log[...]) == 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+@every_linear
+def test_no_tokens(name, shape):
+    assert make(name)(jnp.ones((*shape, 16))).shape == (*shape, 16)
+
+
+@every_linear
+def test_float32_inputs_under_x64(name):
+    with jax.enable_x64(True):
+        layer = CLASSES[name](rngs=nnx.Rngs(0))
+        assert layer(jnp.ones((1, 3, 16), jnp.float32)).dtype == jnp.float32
