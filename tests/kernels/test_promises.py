@@ -121,9 +121,6 @@ def test_float16_is_computed_in_float32(op, implementation):
 
 SHAPES = [
     {"length": 1},
-    {"length": 7},
-    {"length": 63},
-    {"length": 64},
     {"length": 65},
     {"length": 129, "batch": 2, "heads": 2, "value_heads": 4},
     {"length": 130, "heads": 3, "value_heads": 3},
@@ -261,7 +258,7 @@ def test_state_cotangent_alone(op, implementation):
     check(evaluate(op, implementation, inputs), expected, 1e-5)
 
 
-@pytest.mark.parametrize("split", [1, 64, 127, 128, 200])
+@pytest.mark.parametrize("split", [1, 128, 200])
 @every_implementation
 def test_split_equals_whole(op, implementation, split):
     inputs = random_inputs(op)

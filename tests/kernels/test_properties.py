@@ -57,7 +57,7 @@ def calls(draw, op):
 @pytest.mark.parametrize(("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS)
 def test_any_call_is_within_its_error(op, implementation):
     @settings(
-        max_examples=20,
+        max_examples=12,
         deadline=None,
         derandomize=True,
         database=None,

@@ -17,7 +17,6 @@ COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-sc
 
 # Axis sizes, and how [B, T, heads] are split.
 MESHES = {
-    "rows": ({"data": 2}, P("data")),
     "heads": ({"tensor": 2}, P(None, None, "tensor")),
     "rows and heads": ({"data": 2, "fsdp": 2, "tensor": 2}, P(("data", "fsdp"), None, "tensor")),
 }

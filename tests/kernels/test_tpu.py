@@ -60,15 +60,25 @@ def test_compiles_for_every_shape(op, options):
     compile_case("v5e", small(op, **options))
 
 
-# As many heads as a block ever holds, and grouped: what takes the most vector memory.
+every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@every_dtype
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @every_target
 @every_op
-def test_the_largest_blocks_compile(op, target, head_size, dtype):
-    case = Case(op, key_heads=8, value_heads=16, length=1000, head_size=head_size, dtype=dtype)
-    compile_case(target, case)
+def test_compiles_for_every_head_size_and_type(op, target, head_size, dtype):
+    compile_case(target, small(op, value_heads=4, head_size=head_size, dtype=dtype))
+
+
+# As many heads as a block ever holds, and grouped: what takes the most vector memory.
+@pytest.mark.slow
+@every_dtype
+@pytest.mark.parametrize("target", ["v4", "v5e", "v7x"])
+@every_op
+def test_the_largest_blocks_compile(op, target, dtype):
+    compile_case(target, Case(op, key_heads=8, value_heads=16, length=1000, dtype=dtype))
 
 
 @every_op
