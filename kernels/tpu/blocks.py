@@ -20,6 +20,7 @@ from ..packing import CHUNK, Packing
 from .tuning import Tuning
 
 LANES = 128
+SUBLANES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,14 @@ class Blocks:
 
     def sum_key_gradients(self, x: Float[Array, "B T sharing*H*K"]) -> Float[Array, "B T H K"]:
         """dq or dk, summed over the blocks of value heads that read the same key head."""
-        return x.reshape(*x.shape[:2], self.key_heads, self.sharing, -1).sum(3)
+        x = x[:, : self.length].reshape(
+            self.batch, self.length, self.key_heads, self.sharing, self.key_size
+        )
+        return x.sum(3)
+
+    def split_value_heads(self, x: Float[Array, "B T HV*D"]) -> Float[Array, "B T HV D"]:
+        """The inverse of `flat_tokens`, for tokens of value heads."""
+        return x[:, : self.length].reshape(self.batch, self.length, self.value_heads, -1)
 
     def prefetched(
         self, chunk_document: Int[Array, "B chunks"] | None, packing: Packing | None
@@ -256,8 +264,13 @@ def pad_heads(x: Float[Array, "... D"], size: int) -> Float[Array, "... size"]:
 def flat_tokens(
     x: Float[Array, "B T heads D"], size: int, dtype: jnp.dtype
 ) -> Float[Array, "B T heads*size"]:
-    """Tokens as the kernels take them, in heads of `size`."""
-    return pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
+    """Tokens as the kernels take them, in heads of `size` and of at least a register's rows.
+
+    The one row of T = 1 would get a layout of its own, whose loads take the compiler minutes and
+    a v4 more than its vector memory.
+    """
+    x = pad_heads(x.astype(dtype), size).reshape(*x.shape[:2], -1)
+    return jnp.pad(x, [(0, 0), (0, max(0, SUBLANES - x.shape[1])), (0, 0)])
 
 
 def pad_states(x: Float[Array, "... K V"], blocks: Blocks) -> Float[Array, "... K' V'"]:

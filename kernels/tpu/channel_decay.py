@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..packing import CHUNK
+from .blocks import SUBLANES
 from .tuning import has_sublane_gather
 
 LEVELS = CHUNK.bit_length() - 1
-SUBLANES = 8
 TILE_LEVELS = SUBLANES.bit_length() - 1
 """Levels whose pairs lie within a register's 8 rows. At these, rows are not separated by halves."""
 

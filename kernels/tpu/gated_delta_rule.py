@@ -34,7 +34,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
         *_inputs(blocks, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
-    o = o.reshape(*v.shape[:3], -1)[..., : v.shape[3]].astype(v.dtype)
+    o = blocks.split_value_heads(o)[..., : v.shape[3]].astype(v.dtype)
     key_size, value_size = q.shape[3], v.shape[3]
     states = states[..., :key_size, :value_size]
     if not save:
@@ -65,7 +65,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         pad_states(dstates, blocks),
     )
     dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
-    dv = dv.reshape(*v.shape[:3], -1)[..., : v.shape[3]]
+    dv = blocks.split_value_heads(dv)[..., : v.shape[3]]
     dg, dbeta = blocks.time_first(dg), blocks.time_first(dbeta)
     if packing is not None:
         dg, dbeta = (jnp.where(packing.valid[..., None], x, 0) for x in (dg, dbeta))

@@ -37,7 +37,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
         *_inputs(blocks, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
-    o = o.reshape(*v.shape[:3], -1)[..., : v.shape[3]].astype(v.dtype)
+    o = blocks.split_value_heads(o)[..., : v.shape[3]].astype(v.dtype)
     key_size, value_size = q.shape[3], v.shape[3]
     states = states[..., :key_size, :value_size]
     if not save:
@@ -70,8 +70,8 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     )
     key_size, value_size = q.shape[3], v.shape[3]
     dq, dk = (blocks.sum_key_gradients(x)[..., :key_size] for x in (dq, dk))
-    dv = dv.reshape(*v.shape[:3], -1)[..., :value_size]
-    dg = dg.reshape(*v.shape[:3], -1)[..., :key_size]
+    dv = blocks.split_value_heads(dv)[..., :value_size]
+    dg = blocks.split_value_heads(dg)[..., :key_size]
     dbeta = blocks.time_first(dbeta)
     if packing is not None:
         dbeta = jnp.where(packing.valid[..., None], dbeta, 0)

@@ -36,7 +36,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
         *_inputs(blocks, dtype, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
-    o = o.reshape(*v.shape[:3], -1)[..., : v.shape[3]].astype(v.dtype)
+    o = blocks.split_value_heads(o)[..., : v.shape[3]].astype(v.dtype)
     return o, *(x if x is None else x[..., : q.shape[3], : v.shape[3]] for x in states)
 
 
@@ -56,7 +56,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         pad_states(dstates, blocks),
     )
     dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
-    dv = dv.reshape(*v.shape[:3], -1)[..., : v.shape[3]]
+    dv = blocks.split_value_heads(dv)[..., : v.shape[3]]
     dg = blocks.time_first(dg)
     if packing is not None:
         dg = jnp.where(packing.valid[..., None], dg, 0)

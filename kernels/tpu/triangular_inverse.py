@@ -22,12 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..packing import CHUNK
+from .blocks import SUBLANES
 from .dots import PIECES, dot, pieces
 
 BASE = 16
 """Two registers high: a larger block costs more steps, a smaller one another pair of products."""
-
-SUBLANES = 8
 
 
 def triangular_inverse(
