@@ -11,6 +11,9 @@ Per value head and chunk of C tokens, with the decays of `decay.py` and the chun
 
 Saved for the backward: S before each chunk in the compute dtype, and T^T and u in float32: with u
 in bfloat16 dg is off by 5.5e-3 on random inputs, not 1.8e-3.
+
+All heads of a block run in step: started one turn apart they take 0.75 rather than 0.52 million
+cycles on a v6e chip.
 """
 
 import functools
