@@ -16,7 +16,7 @@ _chunk = Operation(
     reference.gated_delta_rule,
     {
         "pallas_tpu": Implementation(tpu.forward, tpu.backward, tpu.outputs),
-        "xla": Implementation(xla.forward, xla.backward),
+        "xla": xla.implementation,
     },
 )
 _recurrent = Operation("recurrent_gated_delta_rule", reference.gated_delta_rule, {})

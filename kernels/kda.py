@@ -16,7 +16,7 @@ _chunk = Operation(
     reference.kda,
     {
         "pallas_tpu": Implementation(tpu.forward, tpu.backward, tpu.outputs),
-        "xla": Implementation(xla.forward, xla.backward),
+        "xla": xla.implementation,
     },
 )
 _recurrent = Operation("recurrent_kda", reference.kda, {})

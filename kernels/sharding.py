@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -55,7 +55,7 @@ class Placement:
                     "expected a call within jax.set_mesh(mesh)"
                 )
             return None
-        if AxisType.Explicit in mesh.axis_types:
+        if mesh.explicit_axes:
             partition = _explicit_partition(q, k, v, partition)
         if partition is None:
             return None
@@ -96,14 +96,14 @@ class Placement:
             P(),
         )
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
-        if AxisType.Explicit in self.mesh.axis_types:
+        if self.mesh.explicit_axes:
             arrays = tuple(
                 jax.tree.map(lambda x, spec=spec: jax.sharding.reshard(x, spec), array)
                 for array, spec in zip(arrays, specs, strict=True)
             )
         return jax.shard_map(
             body,
-            axis_names=_free_axes(self.mesh),
+            axis_names=set(self.mesh.axis_names) - set(self.mesh.manual_axes),
             in_specs=specs,
             out_specs=(per_token, per_document if state_per_document else per_row),
             check_vma=False,
@@ -123,12 +123,7 @@ def needs_partition(partition: P | None) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if partition is not None or mesh.empty:
         return False
-    automatic = [
-        size
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-        if kind is AxisType.Auto
-    ]
-    return math.prod(automatic) > 1
+    return math.prod(mesh.shape[axis] for axis in mesh.auto_axes) > 1
 
 
 def warn_of_fallback() -> None:
@@ -163,11 +158,3 @@ def _names(axes: Axes) -> tuple[str, ...]:
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _free_axes(mesh: AbstractMesh) -> set[str]:
-    return {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is not AxisType.Manual
-    }

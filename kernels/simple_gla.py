@@ -17,7 +17,7 @@ _chunk = Operation(
     reference.simple_gla,
     {
         "pallas_tpu": Implementation(tpu.forward, tpu.backward, tpu.outputs),
-        "xla": Implementation(xla.forward, xla.backward),
+        "xla": xla.implementation,
     },
 )
 _recurrent = Operation("recurrent_simple_gla", reference.simple_gla, {})

@@ -343,6 +343,11 @@ def column(row: Array) -> Array:
     return jnp.broadcast_to(row, (CHUNK, CHUNK)).T
 
 
+def lane(x: Array, index: int) -> Array:
+    """One lane of `[CHUNK, lanes]`, in all lanes of `[CHUNK, CHUNK]`."""
+    return jnp.broadcast_to(x[:, index : index + 1], (CHUNK, CHUNK))
+
+
 def widen(x: Array, lanes: int) -> Array:
     """A column whose lanes are all alike, `[rows, LANES]`, as `[rows, lanes]`."""
     return jnp.concatenate([x] * (lanes // LANES), axis=1)

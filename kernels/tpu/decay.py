@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..packing import CHUNK
-from .blocks import Blocks, chunk_rows, column, iota
+from .blocks import Blocks, chunk_rows, column, iota, lane
 from .dots import NT, dot
 
 
@@ -87,7 +87,7 @@ class ChunkDecay:
 
     def head(self, head: int) -> HeadDecay:
         rows = [x[head : head + 1] for x in self.rows]
-        columns = [jnp.broadcast_to(x[:, head : head + 1], (CHUNK, CHUNK)) for x in self.columns]
+        columns = [lane(x, head) for x in self.columns]
         ends = [x[CHUNK - 1 :] for x in columns]
         pairs = sum(c - r for c, r in zip(columns, rows, strict=True))
         start = sum(columns)

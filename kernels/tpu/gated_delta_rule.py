@@ -75,7 +75,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
 def _inputs(blocks, tokens, packing, chunk_document):
     q, k, v, g, beta = tokens
     dtype = storage_dtype(q, k, v)
-    g, beta = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY), beta.astype(jnp.float32)
+    g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
     if packing is not None:
         g, beta = (jnp.where(packing.valid[..., None], x, 0) for x in (g, beta))
     return (

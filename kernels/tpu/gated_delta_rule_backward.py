@@ -52,14 +52,15 @@ from .blocks import (
     clear_padding,
     document_ends,
     iota,
+    lane,
     widen,
 )
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
-from .heads import HeadWriter, Sums, own_state, place_lanes, place_state, read_head
+from .heads import HeadWriter, own_state, place_lanes, place_state, read_head
+from .keys import KeyGradientWriter, read_keys
 from .lockstep import lockstep
-from .norm import normalize, normalize_gradient
 
 
 def backward(
@@ -168,9 +169,8 @@ def _kernel(
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
     value_lanes = blocks.state_lanes[1]
-    writers = [HeadWriter(dq, blocks.key_size), HeadWriter(dk, blocks.key_size)]
+    key_gradients = KeyGradientWriter(dq, dk, blocks)
     dv_writer = HeadWriter(dv, blocks.value_size)
-    groups = Sums()
     gate_gradients = {}
 
     @functools.cache
@@ -182,23 +182,20 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
-        norms = None, None
-        if options.qk_l2norm:
-            (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
-            qj, kj, norms = qj.astype(dtype), kj.astype(dtype), (q_norm, k_norm)
+        qj, kj, norms = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        qj, kj = qj.astype(dtype), kj.astype(dtype)
         transposed = jnp.concatenate([qj.T, kj.T], axis=1)
         return qj, kj, norms, transposed, dot(qj, kj, precision, NT)
 
     def value_head(chunk, h):
-        qh, kh, _, transposed, scores = key_head(chunk, h // blocks.group)
+        qh, kh, norms, transposed, scores = key_head(chunk, h // blocks.group)
         yield
         chunk_decay, betas, write_columns = decay(chunk)
         pairs, start, _, total = chunk_decay.head(h)
         yield
         pairs *= betas[h : h + 1]
         start, total = widen(start, value_lanes), widen(total, value_lanes)
-        ends = widen(_column(write_columns, h), value_lanes)
+        ends = widen(lane(write_columns, h), value_lanes)
         attention = (options.scale * scores * pairs).astype(dtype)
         after = dstate[h]
         doh = read_head(do, chunk, h, blocks.value_size)
@@ -246,18 +243,9 @@ def _kernel(
         dG = jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
         diagonal = jnp.where(iota(0) == iota(1), dscores[CHUNK:], 0.0)
         gate_gradients[chunk, h] = dG, jnp.sum(diagonal, axis=0, keepdims=True) / betas[h : h + 1]
-        write_keys(chunk, h // blocks.group, dqh, dk_read + dk_write + dk_after)
+        dkh = dk_read + dk_write + dk_after
+        key_gradients.add(chunk, h // blocks.group, (qh, kh), norms, dqh, dkh)
         yield
-
-    def write_keys(chunk, j, *gradients):
-        sums = groups.add((chunk, j), min(blocks.group, blocks.heads), *gradients)
-        if sums is None:
-            return
-        qj, kj, norms, *_ = key_head(chunk, j)
-        for writer, x, norm, gradient in zip(writers, (qj, kj), norms, sums, strict=True):
-            if options.qk_l2norm:
-                gradient = normalize_gradient(x, norm, gradient)
-            writer.write(chunk, j, gradient)
 
     def head(h):
         for chunk in reversed(range(blocks.chunks)):
@@ -276,10 +264,6 @@ def _kernel(
     def _():
         for h in range(blocks.heads):
             dinitial_state[h] = own_state(dstate[h], h, blocks)
-
-
-def _column(x, h):
-    return jnp.broadcast_to(x[:, h : h + 1], (CHUNK, CHUNK))
 
 
 def _fold(x):

@@ -26,13 +26,13 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
-from .blocks import Blocks, chunk_rows, clear_padding, document_ends, widen
+from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lane, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
 from .heads import HeadWriter, own_lanes, own_state, place_state, read_head
+from .keys import read_keys
 from .lockstep import lockstep
-from .norm import normalize
 from .triangular_inverse import triangular_inverse
 
 
@@ -138,9 +138,8 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
-        if options.qk_l2norm:
-            qj, kj = (normalize(x)[0].astype(dtype) for x in (qj, kj))
+        qj, kj, _ = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        qj, kj = qj.astype(dtype), kj.astype(dtype)
         both = jnp.concatenate([kj, qj], axis=0)
         return both, kj.T, dot(both, kj, precision, NT)
 
@@ -162,7 +161,7 @@ def _kernel(
         x = read_head(v, chunk, h, blocks.value_size) - start * reads[:CHUNK]
         u = dot(inverse, x.astype(dtype), precision)
         yield
-        writes = widen(_column(write_columns, h), value_lanes) * u
+        writes = widen(lane(write_columns, h), value_lanes) * u
         if us is not None:
             chunk_states[h, chunk] = own_state(before, h, blocks).astype(dtype)
             inverses[h, chunk] = inverse.T
@@ -184,7 +183,3 @@ def _kernel(
     def _():
         for h in range(blocks.heads):
             final_state[h] = own_state(state[h], h, blocks)
-
-
-def _column(x, h):
-    return jnp.broadcast_to(x[:, h : h + 1], (CHUNK, CHUNK))

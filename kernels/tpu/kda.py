@@ -81,7 +81,6 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
 def _inputs(blocks, tokens, packing, chunk_document):
     q, k, v, g, beta = tokens
     dtype = storage_dtype(q, k, v)
-    beta = beta.astype(jnp.float32)
     if packing is not None:
         beta = jnp.where(packing.valid[..., None], beta, 0)
     return (

@@ -45,10 +45,10 @@ from .call import pallas_call
 from .channel_decay import LEVELS, SUBLANES, pair_masks, token_ranges
 from .decay import chunk_documents
 from .dots import NT, TN, dot, pieces
-from .heads import HeadWriter, Sums, move_lanes, own_state, place_lanes, place_state, read_head
+from .heads import HeadWriter, move_lanes, own_state, place_lanes, place_state, read_head
 from .kda_pairs import decay_tokens, scaling, score_gradients
+from .keys import KeyGradientWriter, read_keys
 from .lockstep import interleaved, lockstep
-from .norm import normalize, normalize_gradient
 from .tuning import vector_dtype
 
 CHUNK_SKEW = 6
@@ -160,9 +160,8 @@ def _kernel(
     product = functools.partial(dot, precision=precision)
     scaled = scaling(dtype)
     key_lanes, value_lanes = blocks.state_lanes
-    dq_writer, dk_writer, dg_writer = (HeadWriter(x, blocks.key_size) for x in (dq, dk, dg))
-    dv_writer = HeadWriter(dv, blocks.value_size)
-    groups = Sums()
+    key_gradients = KeyGradientWriter(dq, dk, blocks)
+    dv_writer, dg_writer = HeadWriter(dv, blocks.value_size), HeadWriter(dg, blocks.key_size)
 
     @functools.cache
     def documents_of(chunk):
@@ -170,17 +169,14 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj = (read_head(x, chunk, j, blocks.key_size).astype(jnp.float32) for x in (q, k))
-        if not options.qk_l2norm:
-            return qj, kj, (None, None)
-        (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
-        return qj, kj, (q_norm, k_norm)
+        qj, kj, norms = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        return (qj.astype(jnp.float32), kj.astype(jnp.float32)), norms
 
     def value_head(chunk, h):
         rows, j = chunk_rows(chunk), h // blocks.group
         betas = widen(column(beta[h : h + 1, rows]), value_lanes)
-        qh, kh, _ = key_head(chunk, j)
-        qh = options.scale * qh
+        keys, norms = key_head(chunk, j)
+        qh, kh = options.scale * keys[0], keys[1]
         gh = move_lanes(read_head(g, chunk, h, blocks.key_size), h, j, blocks.key_size)
         document = documents_of(chunk)
         levels = decay_tokens(qh, kh, gh, document, scaled)
@@ -232,18 +228,7 @@ def _kernel(
         dgh = jnp.where(gh > 0, 0.0, dgh)
         dg_writer.write(chunk, h, move_lanes(dgh, j, h, blocks.key_size))
         dqh = options.scale * (dqh + dreads[0])
-        write_keys(chunk, j, dqh, dkh + dreads[1] + dkeys)
-
-    def write_keys(chunk, j, *gradients):
-        sums = groups.add((chunk, j), min(blocks.group, blocks.heads), *gradients)
-        if sums is None:
-            return
-        qj, kj, norms = key_head(chunk, j)
-        writers = dq_writer, dk_writer
-        for writer, x, norm, gradient in zip(writers, (qj, kj), norms, sums, strict=True):
-            if options.qk_l2norm:
-                gradient = normalize_gradient(x, norm, gradient)
-            writer.write(chunk, j, gradient)
+        key_gradients.add(chunk, j, keys, norms, dqh, dkh + dreads[1] + dkeys)
 
     lockstep(
         (

@@ -32,8 +32,8 @@ from .decay import chunk_documents
 from .dots import dot
 from .heads import HeadWriter, move_lanes, own_lanes, own_state, place_state, read_head
 from .kda_pairs import decay_tokens, scaling, scores
+from .keys import read_keys
 from .lockstep import interleaved, lockstep
-from .norm import normalize
 from .triangular_inverse import triangular_inverse
 
 CHUNK_SKEW = 6
@@ -137,10 +137,8 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj = (read_head(x, chunk, j, blocks.key_size).astype(jnp.float32) for x in (q, k))
-        if options.qk_l2norm:
-            qj, kj = normalize(qj)[0], normalize(kj)[0]
-        return options.scale * qj, kj
+        qj, kj, _ = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        return options.scale * qj.astype(jnp.float32), kj.astype(jnp.float32)
 
     def value_head(chunk, h):
         j = h // blocks.group

@@ -43,9 +43,9 @@ from .blocks import (
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
-from .heads import HeadWriter, Sums, own_state, place_state, read_head
+from .heads import HeadWriter, own_state, place_state, read_head
+from .keys import KeyGradientWriter, read_keys
 from .lockstep import lockstep
-from .norm import normalize, normalize_gradient
 
 
 def backward(
@@ -141,9 +141,8 @@ def _kernel(
     dtype = q.dtype
     key_lanes, value_lanes = blocks.state_lanes
     precision = options.precision
-    writers = [HeadWriter(dq, blocks.key_size), HeadWriter(dk, blocks.key_size)]
+    key_gradients = KeyGradientWriter(dq, dk, blocks)
     dv_writer = HeadWriter(dv, blocks.value_size)
-    groups = Sums()
     cumulated = {}
 
     @functools.cache
@@ -153,15 +152,12 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
-        norms = None, None
-        if options.qk_l2norm:
-            (qj, q_norm), (kj, k_norm) = normalize(qj), normalize(kj)
-            qj, kj, norms = qj.astype(dtype), kj.astype(dtype), (q_norm, k_norm)
+        qj, kj, norms = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        qj, kj = qj.astype(dtype), kj.astype(dtype)
         return qj, kj, norms, dot(qj, kj, precision, NT)
 
     def value_head(chunk, h):
-        qh, kh, _, scores = key_head(chunk, h // blocks.group)
+        qh, kh, norms, scores = key_head(chunk, h // blocks.group)
         vh, doh = (read_head(x, chunk, h, blocks.value_size) for x in (v, do))
         dscores = dot(doh, vh, precision, NT)
         yield
@@ -199,18 +195,8 @@ def _kernel(
         yield
         dG = jnp.sum(by_row, axis=0, keepdims=True)
         cumulated[chunk, h] = jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
-        write_keys(chunk, h // blocks.group, dqh, dkh)
+        key_gradients.add(chunk, h // blocks.group, (qh, kh), norms, dqh, dkh)
         yield
-
-    def write_keys(chunk, j, *gradients):
-        sums = groups.add((chunk, j), min(blocks.group, blocks.heads), *gradients)
-        if sums is None:
-            return
-        qj, kj, norms, _ = key_head(chunk, j)
-        for writer, x, norm, gradient in zip(writers, (qj, kj), norms, sums, strict=True):
-            if options.qk_l2norm:
-                gradient = normalize_gradient(x, norm, gradient)
-            writer.write(chunk, j, gradient)
 
     def head(h):
         for chunk in reversed(range(blocks.chunks)):

@@ -24,8 +24,8 @@ from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import dot
 from .heads import HeadWriter, own_state, place_state, read_head
+from .keys import read_keys
 from .lockstep import lockstep
-from .norm import normalize
 
 
 def forward(
@@ -114,9 +114,8 @@ def _kernel(
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj = (read_head(x, chunk, j, blocks.key_size) for x in (q, k))
-        if options.qk_l2norm:
-            qj, kj = (normalize(x)[0].astype(dtype) for x in (qj, kj))
+        qj, kj, _ = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        qj, kj = qj.astype(dtype), kj.astype(dtype)
         keys = kj.T
         return qj, keys, dot(qj, keys, options.precision)
 

@@ -3,15 +3,20 @@
 What is batched over chunks need not be batched over all chunks of a row. A hundred matrix products
 of a chunk's size fill a device, and what one step of the computation leaves is still in fast memory
 when the next step reads it; nor does temporary memory grow with the row. On a v6e core, which holds
-128 MB in its fast memory, KDA's forward pass takes 5.7 million cycles instead of 10.6.
+128 MB in its fast memory, KDA's forward pass takes 5.1 million cycles, where
+all chunks at once took 10.6.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..operation import Implementation
 from ..packing import CHUNK
 from .chunks import Documents, zero_padding
 
@@ -81,18 +86,27 @@ def chunks_to_tiles(x: Float[Array, "B H N C *D"]) -> Float[Array, "B t H 8 *D"]
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, SUBLANES, *x.shape[4:]), 1, 2)
 
 
-def forward_by_blocks(block, tokens, states, packing, chunk_document):
-    """An op's forward pass, one block after the other.
+def by_blocks(forward: Callable[..., Any], backward: Callable[..., Any]) -> Implementation:
+    """An implementation out of what it does with one block.
 
     Args:
-        block: from (states, tokens, documents, chunk_document) of one block to its outputs, the
-            new states and the residuals.
-        tokens, states, packing, chunk_document: as an implementation gets them (`operation`).
+        forward: from (options, states, tokens, documents, chunk_document) of one block to its
+            outputs, the new states and the residuals.
+        backward: from (options, dstates, tokens, documents, chunk_document, residuals, do) of one
+            block to the gradients of its tokens and of the states that entered it.
     """
+    return Implementation(
+        functools.partial(_forward_by_blocks, forward),
+        functools.partial(_backward_by_blocks, backward),
+    )
+
+
+def _forward_by_blocks(block, options, tokens, states, packing, chunk_document):
+    """One block after the other."""
     blocks, inputs = _cut(tokens, packing, chunk_document)
 
     def step(states, inputs):
-        o, states, residuals = block(states, *_with_documents(inputs))
+        o, states, residuals = block(options, states, *_with_documents(inputs))
         return states, (o, residuals)
 
     states, (o, residuals) = jax.lax.scan(step, states, inputs)
@@ -100,16 +114,13 @@ def forward_by_blocks(block, tokens, states, packing, chunk_document):
     return (zero_padding(blocks.join_tokens(o), packing), states), residuals
 
 
-def backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, dstates):
-    """An op's backward pass, from the last block to the first.
+def _backward_by_blocks(
+    block, options, tokens, states, packing, chunk_document, residuals, do, dstates
+):
+    """From the last block to the first.
 
     The gradients take the tokens' place in memory: a scan's own output would be as large again,
     and a TPU fills it with zeros first.
-
-    Args:
-        block: from (dstates, tokens, documents, chunk_document, residuals, do) of one block to
-            the gradients of its tokens and of the states that entered it.
-        tokens, packing, chunk_document, residuals, do, dstates: as an implementation gets them.
     """
     blocks, (tokens, *inputs) = _cut(tokens, packing, chunk_document)
     residuals = {name: blocks.cut(x, 2) for name, x in residuals.items()}
@@ -119,7 +130,7 @@ def backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, ds
         dstates, tokens = carry
         n = blocks.count - 1 - i
         of_block = jax.tree.map(lambda x: x[n], (tokens, *inputs))
-        dtokens, dstates = block(dstates, *_with_documents(of_block))
+        dtokens, dstates = block(options, dstates, *_with_documents(of_block))
         return dstates, jax.tree.map(lambda x, dx: x.at[n].set(dx), tokens, dtokens)
 
     dstates, dtokens = jax.lax.fori_loop(0, blocks.count, step, (dstates, tokens))

@@ -58,6 +58,8 @@ class Dots:
 
     def fine(self, subscripts: str, x: Array, y: Float[Array, "..."]) -> Float[Array, "..."]:
         """An einsum that takes a float32 y in two parts, if operands are bfloat16."""
+        if self.dtype == jnp.float32:
+            return self(subscripts, x, y)
         coarse = y.astype(self.dtype).astype(jnp.float32)
         return self(subscripts, x, coarse) + self(subscripts, x, y - coarse)
 
@@ -263,8 +265,7 @@ def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "
         joins = (row // half == column // half + 1) & (row // (2 * half) == column // (2 * half))
         t = t - _multiply(dots, t, _multiply(dots, jnp.where(joins, m, 0), t))
         half *= 2
-    coarse = m.astype(dots.dtype).astype(jnp.float32)
-    product = _multiply(dots, coarse, t) + _multiply(dots, m - coarse, t)
+    product = dots.fine("...jk,...ij->...ik", t, m)
     return t + _multiply(dots, t, jnp.eye(size) - t - product)
 
 

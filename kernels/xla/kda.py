@@ -39,7 +39,6 @@ that nothing cancels, and so is dg in terms of the gradients of all those sums.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..numerics import SMALLEST_DECAY, divisible, storage_dtype
 from ..packing import CHUNK
-from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
+from .blocks import by_blocks, chunks_to_tiles, tiles_to_chunks
 from .chunks import (
     Documents,
     Dots,
@@ -79,20 +78,8 @@ TO_BOUNDARY = [
 FROM_START, TO_END = COLUMN <= ROW, COLUMN > ROW
 
 
-def forward(options, tokens, states, packing, chunk_document):
+def forward(options, states, tokens, documents, chunk_document):
     """Outputs and new states; as residuals the states that entered the chunks, T^T, A^T and u."""
-    block = functools.partial(_forward, options)
-    return forward_by_blocks(block, tokens, states, packing, chunk_document)
-
-
-def backward(options, tokens, states, packing, chunk_document, residuals, do, dfinal_states):
-    """Gradients of tokens and states."""
-    block = functools.partial(_backward, options)
-    return backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, dfinal_states)
-
-
-def _forward(options, states, tokens, documents, chunk_document):
-    """`forward` for one block."""
     storage = storage_dtype(*tokens[:3])
     dots = Dots.of(options, storage)
     q, k, v, g, beta = _chunked(options, tokens)
@@ -124,8 +111,8 @@ def _forward(options, states, tokens, documents, chunk_document):
     return chunks_to_tiles(ungroup(o).astype(tokens[2].dtype)), new_states, residuals
 
 
-def _backward(options, dstates, tokens, documents, chunk_document, residuals, do):
-    """`backward` for one block."""
+def backward(options, dstates, tokens, documents, chunk_document, residuals, do):
+    """Gradients of tokens and states."""
     dots = Dots.of(options, storage_dtype(*tokens[:3]))
     q, k, _, g, beta = _chunked(options, tokens)
     decay = ChannelDecay.of(g, documents, dots)
@@ -274,3 +261,6 @@ def _attention_gradients(q, k, decay, do, dv, u, dots):
         dk = dots("...ij,...jk->...ik", dm_level, ek) + dots("...ij,...ik->...jk", da_level, eq)
         terms.append((span, e * dq, e * dk))
     return terms
+
+
+implementation = by_blocks(forward, backward)

@@ -20,12 +20,10 @@ and dS' it computes
 where again only dS runs chunk by chunk, from the last to the first.
 """
 
-import functools
-
 import jax.numpy as jnp
 
 from ..numerics import storage_dtype
-from .blocks import backward_by_blocks, chunks_to_tiles, forward_by_blocks, tiles_to_chunks
+from .blocks import by_blocks, chunks_to_tiles, tiles_to_chunks
 from .chunks import (
     Dots,
     HeadDecay,
@@ -39,20 +37,8 @@ from .chunks import (
 )
 
 
-def forward(options, tokens, states, packing, chunk_document):
+def forward(options, states, tokens, documents, chunk_document):
     """Outputs and new states; as residual the states that entered the chunks."""
-    block = functools.partial(_forward, options)
-    return forward_by_blocks(block, tokens, states, packing, chunk_document)
-
-
-def backward(options, tokens, states, packing, chunk_document, residuals, do, dfinal_states):
-    """Gradients of tokens and states."""
-    block = functools.partial(_backward, options)
-    return backward_by_blocks(block, tokens, packing, chunk_document, residuals, do, dfinal_states)
-
-
-def _forward(options, states, tokens, documents, chunk_document):
-    """`forward` for one block."""
     storage = storage_dtype(*tokens[:3])
     dots = Dots.of(options, storage)
     q, k, v, g = _chunked(options, tokens)
@@ -70,8 +56,8 @@ def _forward(options, states, tokens, documents, chunk_document):
     return chunks_to_tiles(ungroup(o)), new_states, {"states": ungroup(entered)}
 
 
-def _backward(options, dstates, tokens, documents, chunk_document, residuals, do):
-    """`backward` for one block."""
+def backward(options, dstates, tokens, documents, chunk_document, residuals, do):
+    """Gradients of tokens and states."""
     dots = Dots.of(options, storage_dtype(*tokens[:3]))
     q, k, v, g = _chunked(options, tokens)
     decay = HeadDecay.of(g, documents)
@@ -117,3 +103,6 @@ def _chunked(options, tokens):
         dtype = storage_dtype(q, k, v)
         q, k = l2norm(q).astype(dtype), l2norm(k).astype(dtype)
     return q[:, :, None], k[:, :, None], v, g
+
+
+implementation = by_blocks(forward, backward)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.tpu_compiler import TARGETS, topologies
+from benchmarks.tpu_compiler import TARGETS
 
 from .cases import OP_IDS, OP_IMPLEMENTATIONS, OPS, random_inputs, reference, relative_error
 
