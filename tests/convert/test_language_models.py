@@ -1,0 +1,115 @@
+"""Whole models of other libraries: their outputs, and the same files written back."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gla_layers import LanguageModel
+from gla_layers.convert import load_pretrained, save_pretrained
+from gla_layers.convert.files import TensorFiles
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+FLA = ["lm_gdn", "lm_kda"]
+MODELS = FLA
+
+# Ten times what correct float32 gives.
+TOLERANCE = 1e-4
+
+
+@functools.cache
+def load(name: str) -> LanguageModel:
+    return load_pretrained(DATA / name)
+
+
+@functools.cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(DATA / name / "golden.npz"))
+
+
+@nnx.jit
+def run(model, tokens, state=None):
+    return model(tokens, state=state)
+
+
+def error(actual, expected) -> float:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    with TensorFiles(folder) as files:
+        return {name: files.read(name) for name in files.names}
+
+
+def assert_same_tensors(folder: pathlib.Path, expected: pathlib.Path) -> None:
+    """The same names, shapes, types and bits."""
+    actual, wanted = tensors(folder), tensors(expected)
+    assert actual.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert actual[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(actual[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name):
+    assert error(run(load(name), golden(name)["input_ids"]), golden(name)["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss(name):
+    loss = nnx.jit(LanguageModel.loss)(load(name), golden(name)["input_ids"])
+    assert error(loss, golden(name)["loss"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding(name):
+    model, ids = load(name), jnp.asarray(golden(name)["input_ids"])
+    batch, length = ids.shape
+    _, state = run(model, ids[:, :-5], model.init_state(batch, length))
+    outputs = []
+    for t in range(length - 5, length):
+        logits, state = run(model, ids[:, t : t + 1], state)
+        outputs.append(logits)
+    assert error(jnp.concatenate(outputs, axis=1), golden(name)["logits_decode"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_written_like_the_original_it_is_the_original(name, tmp_path):
+    save_pretrained(load(name), tmp_path, like=DATA / name)
+    assert_same_tensors(tmp_path, DATA / name)
+    assert load_pretrained(tmp_path).config == load(name).config
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_flash_linear_attention_needs_no_original(name, tmp_path):
+    save_pretrained(load(name), tmp_path)
+    assert_same_tensors(tmp_path, DATA / name)
+    assert load_pretrained(tmp_path).config == load(name).config
+
+
+def test_several_files(tmp_path):
+    save_pretrained(load("lm_gdn"), tmp_path, max_shard_size=100_000)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    assert_same_tensors(tmp_path, DATA / "lm_gdn")
+    expected = run(load("lm_gdn"), golden("lm_gdn")["input_ids"])
+    assert error(run(load_pretrained(tmp_path), golden("lm_gdn")["input_ids"]), expected) == 0
+
+
+def test_bfloat16_files(tmp_path):
+    narrow = load_pretrained(DATA / "lm_gdn", param_dtype=jnp.bfloat16)
+    save_pretrained(narrow, tmp_path / "first")
+    again = load_pretrained(tmp_path / "first", param_dtype=jnp.bfloat16)
+    save_pretrained(again, tmp_path / "second")
+    assert_same_tensors(tmp_path / "second", tmp_path / "first")
+    stored = tensors(tmp_path / "first")
+    assert stored["lm_head.weight"].dtype == jnp.bfloat16
+    assert stored["model.layers.0.attn.A_log"].dtype == np.float32
+    wide = load_pretrained(tmp_path / "first")
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(wide))} == {jnp.dtype("float32")}
