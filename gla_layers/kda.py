@@ -11,16 +11,19 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from .configuration import (
-    check_heads,
     check_key_size,
-    check_layer_options,
-    check_sizes,
+    check_multiple,
+    check_options,
+    check_split,
     expanded_size,
+    positive,
+    sizes,
     value_blocks,
 )
 from .decay_init import inverse_softplus_step, log_uniform_rate
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_kda, recurrent_kda
+from .kernels.arguments import check_flags, is_finite_number
 from .linear_attention import Heads, LinearAttention, default_kernel_init
 from .sharding import UNANNOTATED, ShardingConfig, metadata
 
@@ -65,6 +68,7 @@ class KDA(LinearAttention):
         allow_neg_eigval: bool = False,
         safe_gate: bool = False,
         lower_bound: float | None = None,
+        gate_bias: bool = True,
         norm_eps: float = 1e-5,
         dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
@@ -91,6 +95,7 @@ class KDA(LinearAttention):
             safe_gate: require a lower_bound in [-5, 0), and start A_log from 0.
             lower_bound: bounds the decay per token from below, by another form of gate: a
                 checkpoint trained without it needs None.
+            gate_bias: whether the output gate has a bias. Kimi Linear's has none.
             norm_eps: of the output norm.
             dtype: of the computation; None takes the one that x and the parameters promote to.
                 Gates, norms and states are float32 whatever it is.
@@ -103,18 +108,43 @@ class KDA(LinearAttention):
             rngs: random keys.
 
         Raises:
-            ValueError: a size, count or bound is wrong.
+            ValueError: an argument is wrong, or sizes do not divide over the mesh.
         """
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        check_sizes(
-            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, conv_size=conv_size
+        hidden_size, num_heads, num_v_heads, head_dim, conv_size = sizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_dim=head_dim,
+            conv_size=conv_size,
         )
         check_key_size("head_dim", head_dim)
-        check_layer_options(sharding, implementation)
-        check_heads("num_v_heads", num_v_heads, "num_heads", num_heads)
+        check_multiple("num_v_heads", num_v_heads, "num_heads", num_heads)
         head_v_dim = expanded_size("expand_v", expand_v, "head_dim", head_dim)
-        if lower_bound is not None and not lower_bound < 0:
-            raise ValueError(f"lower_bound must be None or below 0, got {lower_bound}")
+        check_flags(
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            allow_neg_eigval=allow_neg_eigval,
+            safe_gate=safe_gate,
+        )
+        check_options(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            sharding=sharding,
+            implementation=implementation,
+            rngs=rngs,
+        )
+        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
+        check_split("num_heads", num_heads, sharding.tokens, 2)
+        check_split("num_v_heads", num_v_heads, sharding.tokens, 2)
+        if lower_bound is not None:
+            if not is_finite_number(lower_bound) or lower_bound >= 0:
+                raise ValueError(
+                    f"lower_bound must be None or a finite number below 0, got {lower_bound!r}"
+                )
+            lower_bound = float(lower_bound)
         if safe_gate and (lower_bound is None or lower_bound < -5):
             raise ValueError(f"safe_gate needs a lower_bound in [-5, 0), got {lower_bound}")
         super().__init__(
@@ -130,7 +160,7 @@ class KDA(LinearAttention):
             ),
             norm=GatedRMSNorm(
                 head_v_dim,
-                epsilon=norm_eps,
+                epsilon=positive("norm_eps", norm_eps),
                 activation="sigmoid",
                 scale_metadata=metadata(sharding.norm),
                 rngs=rngs,
@@ -151,7 +181,7 @@ class KDA(LinearAttention):
         wide = {"preferred_element_type": jnp.float32}
         self.f_proj = self._bottleneck(decays, rngs, **wide)
         self.b_proj = self._linear(hidden_size, num_v_heads, sharding.in_kernel, rngs, **wide)
-        self.g_proj = self._bottleneck(num_v_heads * head_v_dim, rngs, use_bias=True)
+        self.g_proj = self._bottleneck(num_v_heads * head_v_dim, rngs, use_bias=gate_bias)
         rate = (
             jnp.zeros((num_v_heads,), jnp.float32)
             if safe_gate

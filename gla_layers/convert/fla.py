@@ -47,9 +47,9 @@ ARCHITECTURES = {
     "simple_gla": "SimpleGLAForCausalLM",
 }
 
-ATTENTION = tuple(linear(f"{x}_proj") for x in "qkvo")
+PROJECTIONS = tuple(linear(f"{x}_proj") for x in "qkvo")
 CONVOLVED = (
-    *ATTENTION,
+    *PROJECTIONS,
     *(convolution(f"{x}_conv1d") for x in "qkv"),
 )
 GATED_DELTANET = (
@@ -113,7 +113,7 @@ def _family(mixer: str) -> Family:
         mixers={
             mixer: MixerFamily("attn.", lambda config: _options(mixer, config), LAYOUTS[mixer]),
             "attention": MixerFamily(
-                "attn.", lambda config: _options("attention", _attention(config)), (ATTENTION,)
+                "attn.", lambda config: _options("attention", _attention(config)), (PROJECTIONS,)
             ),
         },
         write_config=write_config,

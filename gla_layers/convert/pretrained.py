@@ -12,12 +12,17 @@ from jaxtyping import ArrayLike
 
 from ..language_model import LanguageModel
 from ..language_model_config import MIXERS, LanguageModelConfig
-from . import fla
+from . import fla, kimi, olmo, qwen
 from .family import CheckpointConfig, Family, all_options
 from .files import CONFIG, TensorFiles, read_json, write_json, write_tensors
 from .parameters import TensorsInMemory, fill, parameters_of, rules_for, tensor
 
-FAMILIES: Mapping[str, Family] = {**fla.FAMILIES}
+FAMILIES: Mapping[str, Family] = {
+    **fla.FAMILIES,
+    **qwen.FAMILIES,
+    **kimi.FAMILIES,
+    **olmo.FAMILIES,
+}
 """The kinds of checkpoints, by the `model_type` of their `config.json`."""
 
 Path = str | os.PathLike[str]
