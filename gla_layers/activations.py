@@ -35,6 +35,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 def activation(argument: str, name: str) -> Activation:
     """The activation called `name`, which came as the named argument."""
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"{argument} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]

@@ -11,8 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from .configuration import check_heads, check_layer_options, check_sizes
+from .configuration import (
+    check_batch_size,
+    check_multiple,
+    check_options,
+    check_split,
+    positive,
+    sizes,
+)
 from .inputs import check_inputs, check_state, mask_padding
+from .kernels.arguments import check_flags
 from .kernels.packing import Packing
 from .linear_attention import default_kernel_init
 from .sharding import UNANNOTATED, ShardingConfig, metadata
@@ -71,21 +79,36 @@ class Attention(nnx.Module):
             rngs: random keys.
 
         Raises:
-            ValueError: a size or a count is wrong.
+            ValueError: an argument is wrong, or sizes do not divide over the mesh.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_sizes(hidden_size=hidden_size)
-        check_heads("num_heads", num_heads, "num_kv_heads", num_kv_heads)
+        hidden_size, num_heads, num_kv_heads = sizes(
+            hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
+        check_multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
         if head_dim is None:
-            check_heads("hidden_size", hidden_size, "num_heads", num_heads)
+            check_multiple("hidden_size", hidden_size, "num_heads", num_heads)
             head_dim = hidden_size // num_heads
-        check_sizes(head_dim=head_dim)
-        check_layer_options(sharding, None)
-        if rope_theta is not None and (head_dim % 2 or rope_theta <= 0):
-            raise ValueError(
-                "rope_theta must be None, or positive with an even head_dim, "
-                f"got {rope_theta} with head_dim {head_dim}"
-            )
+        (head_dim,) = sizes(head_dim=head_dim)
+        if rope_theta is not None:
+            rope_theta = positive("rope_theta", rope_theta)
+            if head_dim % 2:
+                raise ValueError(
+                    f"rope_theta must be None for an odd head_dim, got {rope_theta} with head_dim "
+                    f"{head_dim}"
+                )
+        check_flags(use_gate=use_gate)
+        check_options(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            sharding=sharding,
+            rngs=rngs,
+        )
+        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
+        check_split("num_heads * head_dim", num_heads * head_dim, sharding.in_kernel, 1)
+        check_split("num_kv_heads * head_dim", num_kv_heads * head_dim, sharding.in_kernel, 1)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -118,7 +141,13 @@ class Attention(nnx.Module):
         self.o_proj = linear(features, hidden_size, sharding.out_kernel)
 
     def init_state(self, batch_size: int, max_length: int) -> AttentionState:
-        """An empty cache for rows of at most `max_length` tokens, prompt and answer together."""
+        """An empty cache for rows of at most `max_length` tokens, prompt and answer together.
+
+        Raises:
+            ValueError: a size is wrong, or max_length is missing.
+        """
+        check_batch_size(batch_size)
+        (max_length,) = sizes(max_length=max_length)
         shape = (batch_size, max_length, self.num_kv_heads, self.head_dim)
         dtype = self.dtype or self.param_dtype
         return AttentionState(

@@ -1,29 +1,117 @@
 """Checks of a layer's configuration."""
 
-from .kernels.arguments import IMPLEMENTATIONS, MAX_HEAD_SIZE
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.export import is_symbolic_dim
+from jax.sharding import PartitionSpec
+
+from .kernels.arguments import (
+    FLOATS,
+    IMPLEMENTATIONS,
+    MAX_HEAD_SIZE,
+    PRECISIONS,
+    is_finite_number,
+    is_float_dtype,
+    is_integer,
+    is_precision,
+)
 from .sharding import ShardingConfig
 
+_OPTIONS = {
+    "dtype": (f"None or one of {FLOATS}", lambda x: x is None or is_float_dtype(x)),
+    "param_dtype": (f"one of {FLOATS}", is_float_dtype),
+    "precision": (PRECISIONS, is_precision),
+    "kernel_init": ("an initializer, such as nnx.initializers.normal()", callable),
+    "bias_init": ("an initializer, such as nnx.initializers.zeros_init()", callable),
+    "sharding": ("a ShardingConfig", lambda x: isinstance(x, ShardingConfig)),
+    "implementation": (f"one of {IMPLEMENTATIONS}", lambda x: x in IMPLEMENTATIONS),
+    "rngs": (
+        "an nnx.Rngs with a stream for parameters, such as nnx.Rngs(0)",
+        lambda x: isinstance(x, nnx.Rngs) and hasattr(x, "params"),
+    ),
+}
+"""What options that mean the same in every layer are expected to be, and whether a value is."""
 
-def check_sizes(**sizes: int) -> None:
-    """Check that the named arguments are integers of at least 1.
+
+def check_options(**options: Any) -> None:
+    """Check the named options of those that mean the same in every layer.
 
     Raises:
         ValueError: naming the argument, what came and what is expected.
     """
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+    for name, value in options.items():
+        expected, accepts = _OPTIONS[name]
+        if not accepts(value):
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
-def check_heads(name: str, heads: int, divisor_name: str, divisor: int) -> None:
-    """Check that one number of heads is a multiple of another.
+def sizes(**values: int) -> tuple[int, ...]:
+    """The named arguments, which are to be integers of at least 1, as Python's integers.
 
     Raises:
         ValueError: naming the argument, what came and what is expected.
     """
-    check_sizes(**{name: heads, divisor_name: divisor})
-    if heads % divisor:
-        raise ValueError(f"{name} must be a multiple of {divisor_name} = {divisor}, got {heads}")
+    for name, value in values.items():
+        if not is_integer(value) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return tuple(int(value) for value in values.values())
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Check a number of rows, which may be symbolic in a program that is exported.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if is_symbolic_dim(batch_size):
+        return
+    if not is_integer(batch_size) or batch_size < 0:
+        raise ValueError(f"batch_size must be an integer of at least 0, got {batch_size!r}")
+
+
+def positive(name: str, value: float) -> float:
+    """The named argument, which is to be a finite number above 0, as a Python number.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if not is_finite_number(value) or value <= 0:
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    return float(value)
+
+
+def check_multiple(name: str, size: int, divisor_name: str, divisor: int) -> None:
+    """Check that one size is a multiple of another.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if size % divisor:
+        raise ValueError(f"{name} must be a multiple of {divisor_name} = {divisor}, got {size}")
+
+
+def check_split(name: str, size: int, spec: PartitionSpec | None, axis: int) -> None:
+    """Check that the mesh in context, if any, splits a size evenly along an axis of a spec.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = None if spec is None or axis >= len(spec) else spec[axis]
+    if mesh.empty or axes is None:
+        return
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if not set(axes) <= set(mesh.axis_names):
+        raise ValueError(f"sharding must name axes of the mesh, {mesh.axis_names}, got {spec}")
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    if size % devices:
+        raise ValueError(
+            f"{name} must be a multiple of {devices}, the size of the mesh axes {axes} that "
+            f"sharding splits it over, got {size}"
+        )
 
 
 def check_key_size(name: str, size: int) -> None:
@@ -57,7 +145,7 @@ def expanded_size(name: str, factor: float, size_name: str, size: int, heads: in
     Raises:
         ValueError: it is not.
     """
-    exact = factor * size / heads
+    exact = positive(name, factor) * size / heads
     rounded = round(exact)
     if rounded < 1 or abs(exact - rounded) > 1e-5 * rounded:
         over = f" / {heads} heads" if heads > 1 else ""
@@ -66,15 +154,3 @@ def expanded_size(name: str, factor: float, size_name: str, size: int, heads: in
             f"got {factor} * {size}{over} = {exact}"
         )
     return rounded
-
-
-def check_layer_options(sharding: ShardingConfig, implementation: str | None) -> None:
-    """Check the options that every layer takes and uses only when it is called.
-
-    Raises:
-        ValueError: naming the argument, what came and what is expected.
-    """
-    if not isinstance(sharding, ShardingConfig):
-        raise ValueError(f"sharding must be a ShardingConfig, got {sharding!r}")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")

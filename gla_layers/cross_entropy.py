@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .configuration import check_options, sizes
+from .inputs import check_dtype
+
 
 def chunked_cross_entropy(
     hidden: Float[Array, "B T D"],
@@ -28,7 +31,7 @@ def chunked_cross_entropy(
             in float32.
         head: output projection `[D, vocab]`. Its gradient accumulates over the chunks in its own
             dtype, so keep it in float32.
-        targets: token ids `[B, T]` in `[0, vocab)`.
+        targets: token ids `[B, T]` in `[0, vocab)`; any other gives NaN, in the gradients too.
         chunk_size: positions whose logits are held at one time.
         precision: of the dots.
 
@@ -47,8 +50,9 @@ def chunked_cross_entropy(
     >>> loss.shape, round(float(loss[0, 0]), 4)  # log(256)
     ((2, 300), 5.5452)
     """
-    _check(hidden, head, targets, chunk_size)
+    _check(hidden, head, targets, chunk_size, precision)
     length = targets.shape[1]
+    targets = targets.astype(jnp.result_type(targets.dtype, jnp.int32))
     hidden, targets = (_split(x, min(chunk_size, length)) for x in (hidden, targets))
 
     @jax.checkpoint
@@ -71,7 +75,8 @@ def _cross_entropy(hidden, targets, head, precision):
     # A masked sum, where indexing would gather a vocabulary that is sharded over devices.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     target_logit = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - target_logit
+    known = (targets >= 0) & (targets < head.shape[1])
+    return (jax.nn.logsumexp(logits, axis=-1) - target_logit) * jnp.where(known, 1, jnp.nan)
 
 
 def _split(x, chunk_size):
@@ -82,7 +87,12 @@ def _split(x, chunk_size):
     return jnp.moveaxis(x.reshape(batch, chunks, chunk_size, *rest), 1, 0)
 
 
-def _check(hidden, head, targets, chunk_size):
+def _check(hidden, head, targets, chunk_size, precision):
+    check_dtype("hidden", hidden, jnp.floating)
+    check_dtype("head", head, jnp.floating)
+    check_dtype("targets", targets, jnp.integer)
+    check_options(precision=precision)
+    sizes(chunk_size=chunk_size)
     if hidden.ndim != 3 or hidden.shape[1] < 1:
         raise ValueError(f"hidden must be [B, T, D] with T >= 1, got shape {hidden.shape}")
     if head.ndim != 2 or head.shape[0] != hidden.shape[2]:
@@ -90,10 +100,7 @@ def _check(hidden, head, targets, chunk_size):
             f"head must be [D, vocab] with D = {hidden.shape[2]} as hidden has it, "
             f"got shape {head.shape}"
         )
-    if targets.shape != hidden.shape[:2] or not jnp.issubdtype(targets.dtype, jnp.integer):
+    if targets.shape != hidden.shape[:2]:
         raise ValueError(
-            f"targets must be integers [B, T] = {list(hidden.shape[:2])}, "
-            f"got {targets.dtype} of shape {targets.shape}"
+            f"targets must be [B, T] = {list(hidden.shape[:2])}, got shape {targets.shape}"
         )
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size must be an integer of at least 1, got {chunk_size!r}")

@@ -11,16 +11,19 @@ from jaxtyping import Array, Float
 
 from .activations import activation
 from .configuration import (
-    check_heads,
     check_key_size,
-    check_layer_options,
-    check_sizes,
+    check_multiple,
+    check_options,
+    check_split,
     expanded_size,
+    positive,
+    sizes,
     value_blocks,
 )
 from .decay_init import inverse_softplus_step, log_uniform_rate
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from .kernels.arguments import check_flags
 from .linear_attention import Heads, LinearAttention, default_kernel_init
 from .sharding import UNANNOTATED, ShardingConfig, metadata
 
@@ -101,16 +104,37 @@ class GatedDeltaNet(LinearAttention):
             rngs: random keys.
 
         Raises:
-            ValueError: a size, count or name is wrong.
+            ValueError: an argument is wrong, or sizes do not divide over the mesh.
         """
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        check_sizes(
-            hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, conv_size=conv_size
+        hidden_size, num_heads, num_v_heads, head_dim, conv_size = sizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            head_dim=head_dim,
+            conv_size=conv_size,
         )
         check_key_size("head_dim", head_dim)
-        check_layer_options(sharding, implementation)
-        check_heads("num_v_heads", num_v_heads, "num_heads", num_heads)
+        check_multiple("num_v_heads", num_v_heads, "num_heads", num_heads)
         head_v_dim = expanded_size("expand_v", expand_v, "head_dim", head_dim)
+        check_flags(
+            use_gate=use_gate,
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            allow_neg_eigval=allow_neg_eigval,
+        )
+        check_options(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            sharding=sharding,
+            implementation=implementation,
+            rngs=rngs,
+        )
+        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
+        check_split("num_heads", num_heads, sharding.tokens, 2)
+        check_split("num_v_heads", num_v_heads, sharding.tokens, 2)
         activation("gate_activation", gate_activation)
         super().__init__(
             hidden_size,
@@ -125,7 +149,7 @@ class GatedDeltaNet(LinearAttention):
             ),
             norm=GatedRMSNorm(
                 head_v_dim,
-                epsilon=norm_eps,
+                epsilon=positive("norm_eps", norm_eps),
                 activation=gate_activation,
                 scale_metadata=metadata(sharding.norm),
                 rngs=rngs,

@@ -18,6 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from .activations import activation as activation_named
+from .configuration import check_options, positive, sizes
+from .inputs import check_dtype
+from .kernels.arguments import check_flags
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -56,8 +59,15 @@ class GatedRMSNorm(nnx.Module):
             param_dtype: of the scale.
             scale_metadata: metadata of the scale.
             rngs: unused, taken as every layer takes it.
+
+        Raises:
+            ValueError: an argument is wrong.
         """
         del rngs
+        (num_features,) = sizes(num_features=num_features)
+        epsilon = positive("epsilon", epsilon)
+        check_flags(use_scale=use_scale)
+        check_options(param_dtype=param_dtype)
         self.num_features = num_features
         self.epsilon = epsilon
         self.activation = activation
@@ -76,8 +86,14 @@ class GatedRMSNorm(nnx.Module):
         """Normalise every head, scale, and gate if there is a gate; the result has x's dtype.
 
         Raises:
-            ValueError: the last axis of x does not hold whole heads.
+            ValueError: a dtype is wrong, the last axis of x does not hold whole heads, or gate has
+                another shape.
         """
+        check_dtype("x", x, jnp.floating)
+        if gate is not None:
+            check_dtype("gate", gate, jnp.floating)
+            if gate.shape != x.shape:
+                raise ValueError(f"gate must have x's shape {x.shape}, got {gate.shape}")
         heads, rest = divmod(x.shape[-1], self.num_features)
         if rest:
             raise ValueError(

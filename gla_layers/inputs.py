@@ -16,25 +16,45 @@ def check_inputs(x: Array, hidden_size: int, segment_ids: Array | None) -> None:
     Raises:
         ValueError: naming the argument, what came and what is expected.
     """
-    _check_dtype("x", x, jnp.floating)
+    check_dtype("x", x, jnp.floating)
     if x.ndim != 3 or x.shape[2] != hidden_size:
         raise ValueError(f"x must be [B, T, {hidden_size}], got shape {x.shape}")
+    check_segment_ids(segment_ids, x.shape[:2])
+
+
+def check_segment_ids(segment_ids: Array | None, shape: tuple[int, ...]) -> None:
+    """Check segment_ids, where there are some, for tokens of the shape `[B, T]`.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
     if segment_ids is None:
         return
-    _check_dtype("segment_ids", segment_ids, jnp.integer)
-    if segment_ids.shape != x.shape[:2]:
+    check_dtype("segment_ids", segment_ids, jnp.integer)
+    if segment_ids.shape != shape:
         raise ValueError(
-            f"segment_ids must be [B, T] = {list(x.shape[:2])}, got shape {segment_ids.shape}"
+            f"segment_ids must be [B, T] = {list(shape)}, got shape {segment_ids.shape}"
         )
 
 
-def check_state(state: Any, expected: Any) -> None:
-    """Check that a state has the structure and the shapes of the expected one.
+def check_dtype(name: str, x: Array, kind: type) -> None:
+    """Check that the named argument is an array of a kind of dtype, such as `jnp.floating`.
 
     Raises:
-        ValueError: showing the shapes that came and those that are expected.
+        ValueError: naming the argument, what came and what is expected.
     """
-    got, wanted = _shapes(state), _shapes(expected)
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, kind):
+        got = getattr(x, "dtype", type(x).__name__)
+        raise ValueError(f"{name} must be an array of {kind.__name__} type, got {got}")
+
+
+def check_state(state: Any, expected: Any) -> None:
+    """Check that a state has the structure, the shapes and the kinds of type of the expected one.
+
+    Raises:
+        ValueError: showing what came and what is expected.
+    """
+    got, wanted = _kinds(state), _kinds(expected)
     if got != wanted:
         raise ValueError(f"state must be as init_state makes it, {wanted}, got {got}")
 
@@ -69,11 +89,11 @@ def _holds_several(segment_ids: Int[Array, "B T"]) -> Bool[Array, " B"]:
     return several
 
 
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: getattr(x, "shape", type(x).__name__), tree)
+def _kinds(tree: Any) -> Any:
+    def kind(x):
+        if not hasattr(x, "dtype"):
+            return type(x).__name__
+        name = "float" if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        return f"{name}{x.shape}"
 
-
-def _check_dtype(name: str, x: Array, kind: type) -> None:
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, kind):
-        got = getattr(x, "dtype", type(x).__name__)
-        raise ValueError(f"{name} must be an array of {kind.__name__} type, got {got}")
+    return jax.tree.map(kind, tree)

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from .configuration import check_options, check_split, sizes
 from .cross_entropy import chunked_cross_entropy
+from .inputs import check_dtype, check_segment_ids
+from .kernels.arguments import check_flags, is_concrete
 from .language_model_config import MIXERS, LanguageModelConfig
 from .linear_attention import LinearAttention
 from .sharding import ShardingConfig, metadata
@@ -42,6 +45,20 @@ class SwiGLU(nnx.Module):
         sharding: ShardingConfig = default_sharding,
         rngs: nnx.Rngs,
     ):
+        hidden_size, intermediate_size = sizes(
+            hidden_size=hidden_size, intermediate_size=intermediate_size
+        )
+        check_options(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            sharding=sharding,
+            rngs=rngs,
+        )
+        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
+        check_split("intermediate_size", intermediate_size, sharding.in_kernel, 1)
+
         def linear(in_features, out_features, spec):
             return nnx.Linear(
                 in_features,
@@ -135,11 +152,20 @@ class LanguageModel(nnx.Module):
             remat: whether the backward pass makes each block's activations again, which costs a
                 third more time and saves nearly all of their memory.
             rngs: for the parameters.
+
+        Raises:
+            ValueError: an argument is wrong, or sizes do not divide over the mesh.
         """
         if not isinstance(config, LanguageModelConfig):
             raise ValueError(f"config must be a LanguageModelConfig, got {config!r}")
         arrays = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         matrices = {**arrays, "precision": precision, "kernel_init": kernel_init}
+        check_options(**matrices, sharding=sharding, implementation=implementation)
+        check_flags(remat=remat)
+        check_split("vocab_size", config.vocab_size, sharding.embedding, 0)
+        check_split("hidden_size", config.hidden_size, sharding.embedding, 1)
+        if not config.tie_embeddings:
+            check_split("vocab_size", config.vocab_size, sharding.in_kernel, 1)
 
         def norm() -> nnx.RMSNorm:
             return nnx.RMSNorm(
@@ -201,7 +227,7 @@ class LanguageModel(nnx.Module):
         """Logits of the token after each token.
 
         Args:
-            tokens: token ids `[B, T]`.
+            tokens: token ids `[B, T]`; padding may hold any number.
             state: what came before each row, from `init_state` or an earlier call.
             segment_ids: a document starts where the id differs from the token before; 0 is
                 padding. With a state, a row holds one document.
@@ -210,8 +236,10 @@ class LanguageModel(nnx.Module):
             float32 logits `[B, T, vocab]`; with a state also the new one.
 
         Raises:
-            ValueError: an argument's shape or dtype is wrong.
+            ValueError: an argument's shape or dtype is wrong, or there is a token outside of the
+                vocabulary (where tokens are traced, what follows from it becomes NaN).
         """
+        tokens = self._known(tokens, segment_ids, minimum=1)
         hidden, new_state = self._hidden(tokens, state, segment_ids)
         logits = jnp.einsum(
             "btd,dv->btv",
@@ -239,8 +267,11 @@ class LanguageModel(nnx.Module):
         Returns:
             `[B, T]` float32 losses in nats, 0 where the next token is no target; and where it is
             one: a token of the same document, and not padding.
+
+        Raises:
+            ValueError: as in a call; a traced target outside of the vocabulary has the loss NaN.
         """
-        _check_tokens(tokens, segment_ids, minimum=2)
+        tokens = self._known(tokens, segment_ids, minimum=2)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if segment_ids is None:
             is_target = jnp.ones(targets.shape, bool)
@@ -267,15 +298,10 @@ class LanguageModel(nnx.Module):
         return jnp.sum(losses) / jnp.maximum(jnp.sum(is_target), 1)
 
     def _hidden(self, tokens, state, segment_ids):
-        _check_tokens(tokens, segment_ids, minimum=1)
-        if state is not None and len(state) != len(self.layers):
-            raise ValueError(
-                f"state must hold one state for each of {len(self.layers)} layers, got {len(state)}"
-            )
+        if state is not None:
+            self._check_state(state)
         states = (None,) * len(self.layers) if state is None else state
         call = nnx.remat(Block.__call__) if self.remat else Block.__call__
-        if segment_ids is not None:
-            tokens = jnp.where(segment_ids == 0, 0, tokens)  # padding may hold any number
         x = self.embed(tokens)
         new_states = []
         for layer, layer_state in zip(self.layers, states, strict=True):
@@ -283,19 +309,36 @@ class LanguageModel(nnx.Module):
             new_states.append(layer_state)
         return self.norm(x), tuple(new_states)
 
+    def _known(self, tokens, segment_ids, *, minimum):
+        """The tokens, checked, with 0 for padding.
+
+        A traced token outside of the vocabulary becomes `vocab_size`, whose embedding and loss are
+        NaN; a negative one would count from the embedding's end.
+        """
+        check_dtype("tokens", tokens, jnp.integer)
+        if tokens.ndim != 2 or tokens.shape[1] < minimum:
+            raise ValueError(f"tokens must be [B, T] with T >= {minimum}, got shape {tokens.shape}")
+        check_segment_ids(segment_ids, tokens.shape)
+        vocab_size = self.config.vocab_size
+        tokens = tokens.astype(jnp.result_type(tokens.dtype, jnp.int32))
+        if segment_ids is not None:
+            tokens = jnp.where(segment_ids == 0, 0, tokens)
+        unknown = (tokens < 0) | (tokens >= vocab_size)
+        if is_concrete(unknown) and unknown.any():
+            raise ValueError(
+                f"tokens must be at least 0 and below vocab_size = {vocab_size}, where they are "
+                f"not padding, got {int(tokens[unknown][0])}"
+            )
+        return jnp.where(unknown, vocab_size, tokens)
+
+    def _check_state(self, state):
+        expected = f"state must hold one state for each of {len(self.layers)} layers"
+        if not isinstance(state, (tuple, list)):
+            raise ValueError(f"{expected}, got {type(state).__name__}")
+        if len(state) != len(self.layers):
+            raise ValueError(f"{expected}, got {len(state)}")
+
     def _head_kernel(self) -> Float[Array, "D vocab"]:
         if self.config.tie_embeddings:
             return self.embed.embedding[...].T
         return self.head.kernel[...]
-
-
-def _check_tokens(tokens, segment_ids, *, minimum):
-    if not hasattr(tokens, "dtype") or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        got = getattr(tokens, "dtype", type(tokens).__name__)
-        raise ValueError(f"tokens must be an array of integers, got {got}")
-    if tokens.ndim != 2 or tokens.shape[1] < minimum:
-        raise ValueError(f"tokens must be [B, T] with T >= {minimum}, got shape {tokens.shape}")
-    if segment_ids is not None and segment_ids.shape != tokens.shape:
-        raise ValueError(
-            f"segment_ids must be [B, T] = {list(tokens.shape)}, got shape {segment_ids.shape}"
-        )

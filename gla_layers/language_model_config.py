@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
+import numpy as np
 from flax import nnx
 from flax.core import FrozenDict
 
 from .attention import Attention
+from .configuration import positive, sizes
 from .gated_deltanet import GatedDeltaNet
 from .kda import KDA
+from .kernels.arguments import check_flags
 from .simple_gla import SimpleGLA
 
 MIXERS: Mapping[str, type[nnx.Module]] = MappingProxyType(
@@ -24,6 +27,20 @@ MIXERS: Mapping[str, type[nnx.Module]] = MappingProxyType(
     }
 )
 """The token mixers by the names that a `LanguageModelConfig` calls them."""
+
+SHARED_OPTIONS = frozenset(
+    {
+        "hidden_size",
+        "dtype",
+        "param_dtype",
+        "precision",
+        "kernel_init",
+        "sharding",
+        "implementation",
+        "rngs",
+    }
+)
+"""Arguments of the token mixers that are one for the whole model, so no option of a mixer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +54,8 @@ class LanguageModelConfig:
         intermediate_size: width of the feed-forward layers.
         mixers: names of token mixers, repeated down the layers: `("kda", "kda", "kda",
             "attention")` is three layers of KDA to one of attention.
-        mixer_options: by mixer name, the keyword arguments of its layers.
+        mixer_options: by mixer name, the keyword arguments of its layers, but for those that
+            `LanguageModel` or another field here sets for the whole model.
         tie_embeddings: whether the output projection is the embedding.
         norm_eps: epsilon of the block norms and the final norm.
 
@@ -63,13 +81,10 @@ class LanguageModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(f"tie_embeddings must be True or False, got {self.tie_embeddings!r}")
-        if not isinstance(self.norm_eps, (int, float)) or not self.norm_eps > 0:
-            raise ValueError(f"norm_eps must be a number above 0, got {self.norm_eps!r}")
+            (size,) = sizes(**{name: getattr(self, name)})
+            object.__setattr__(self, name, size)
+        check_flags(tie_embeddings=self.tie_embeddings)
+        object.__setattr__(self, "norm_eps", positive("norm_eps", self.norm_eps))
         object.__setattr__(self, "mixers", _checked_mixers(self.mixers, self.num_layers))
         object.__setattr__(self, "mixer_options", _checked_options(self.mixer_options))
 
@@ -146,8 +161,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def _checked_mixers(mixers: Iterable[str], num_layers: int) -> tuple[str, ...]:
-    if isinstance(mixers, str):
-        raise ValueError(f"mixers must be a tuple of names, got the string {mixers!r}")
+    if not isinstance(mixers, (tuple, list)):
+        raise ValueError(f"mixers must be a tuple of names, got {mixers!r}")
     mixers = tuple(mixers)
     if not 1 <= len(mixers) <= num_layers:
         raise ValueError(
@@ -165,11 +180,29 @@ def _checked_options(mixer_options: Mapping[str, Mapping[str, Any]]) -> FrozenDi
     for name, options in mixer_options.items():
         if name not in MIXERS:
             raise ValueError(_unknown("mixer", name, MIXERS))
-        known = inspect.signature(MIXERS[name].__init__).parameters
+        if not isinstance(options, Mapping):
+            raise ValueError(f"mixer_options of {name!r} must map names to values, got {options!r}")
+        parameters = inspect.signature(MIXERS[name].__init__).parameters
+        known = parameters.keys() - SHARED_OPTIONS - {"self"}
         for option in options:
+            if option in SHARED_OPTIONS:
+                raise ValueError(
+                    f"mixer_options of {name!r} must leave {option!r} to the model, whose own "
+                    f"argument it is, got {options[option]!r}"
+                )
             if option not in known:
                 raise ValueError(_unknown(f"option of mixer {name!r}", option, known))
-    return FrozenDict(mixer_options)
+    return FrozenDict(
+        {
+            name: {option: _plain(value) for option, value in options.items()}
+            for name, options in mixer_options.items()
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy as one of Python, which JSON takes."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _unknown(kind: str, name: object, known: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from .configuration import check_batch_size
 from .gated_norm import GatedRMSNorm
 from .inputs import check_inputs, check_state, mask_padding
 from .sharding import ShardingConfig, metadata
@@ -116,8 +117,12 @@ class LinearAttention(nnx.Module):
             batch_size: number of rows.
             max_length: taken so that all token mixers are called alike; this state has the same
                 size for every length.
+
+        Raises:
+            ValueError: batch_size is no number of rows.
         """
         del max_length
+        check_batch_size(batch_size)
         heads = self.heads
         state_heads = heads.output * heads.value_blocks
         shape = (batch_size, state_heads, heads.key_size, heads.value_size // heads.value_blocks)

@@ -25,8 +25,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .activations import activation as activation_named
-from .configuration import check_sizes
+from .configuration import check_batch_size, check_options, sizes
 from .inputs import check_inputs, check_state
+from .kernels.arguments import check_flags
 from .kernels.packing import Packing
 
 default_kernel_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -86,9 +87,17 @@ class ShortConvolution(nnx.Module):
             rngs: random keys.
 
         Raises:
-            ValueError: a size below 1, or an unknown activation.
+            ValueError: an argument is wrong.
         """
-        check_sizes(features=features, kernel_size=kernel_size)
+        features, kernel_size = sizes(features=features, kernel_size=kernel_size)
+        check_flags(use_bias=use_bias)
+        check_options(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
         self.features = features
         self.kernel_size = kernel_size
         self.activation = activation
@@ -105,6 +114,7 @@ class ShortConvolution(nnx.Module):
 
     def init_state(self, batch_size: int) -> Float[Array, "B W-1 D"]:
         """The history of a sequence that has not begun: zeros, in float32."""
+        check_batch_size(batch_size)
         return jnp.zeros((batch_size, self.kernel_size - 1, self.features), jnp.float32)
 
     def __call__(
@@ -199,7 +209,7 @@ def _with_history(x, state, packing, size):
     if state is None:
         return _pad_left(x, size)
     state = state.astype(x.dtype)
-    if packing is None:
+    if packing is None or x.shape[1] == 0:
         return jnp.concatenate([state, x], axis=1)
     first = jnp.argmax(packing.valid, axis=1)
     insert = jax.vmap(

@@ -10,15 +10,18 @@ from jaxtyping import Array, Float
 
 from .activations import activation
 from .configuration import (
-    check_heads,
     check_key_size,
-    check_layer_options,
-    check_sizes,
+    check_multiple,
+    check_options,
+    check_split,
     expanded_size,
+    positive,
+    sizes,
     value_blocks,
 )
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_simple_gla, recurrent_simple_gla
+from .kernels.arguments import check_flags
 from .linear_attention import Heads, LinearAttention, default_kernel_init
 from .sharding import UNANNOTATED, ShardingConfig, metadata
 
@@ -101,19 +104,39 @@ class SimpleGLA(LinearAttention):
             rngs: random keys.
 
         Raises:
-            ValueError: a size, count or name is wrong.
+            ValueError: an argument is wrong, or sizes do not divide over the mesh.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_sizes(hidden_size=hidden_size, num_heads=num_heads, conv_size=conv_size)
-        check_heads("num_heads", num_heads, "num_kv_heads", num_kv_heads)
+        hidden_size, num_heads, num_kv_heads, conv_size = sizes(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            conv_size=conv_size,
+        )
+        check_multiple("num_heads", num_heads, "num_kv_heads", num_kv_heads)
         head_k_dim = expanded_size("expand_k", expand_k, "hidden_size", hidden_size, num_heads)
         check_key_size("expand_k", head_k_dim)
         head_v_dim = expanded_size("expand_v", expand_v, "hidden_size", hidden_size, num_heads)
-        check_layer_options(sharding, implementation)
         activation("gate_fn", gate_fn)
-        feature_map_function = activation("feature_map", feature_map or "identity")
-        if not gate_logit_normalizer > 0:
-            raise ValueError(f"gate_logit_normalizer must be above 0, got {gate_logit_normalizer}")
+        feature_map_function = activation(
+            "feature_map", "identity" if feature_map is None else feature_map
+        )
+        check_flags(
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            elementwise_affine=elementwise_affine,
+        )
+        check_options(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            sharding=sharding,
+            implementation=implementation,
+            rngs=rngs,
+        )
+        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
+        check_split("num_heads", num_heads, sharding.tokens, 2)
         super().__init__(
             hidden_size,
             heads=Heads(
@@ -127,7 +150,7 @@ class SimpleGLA(LinearAttention):
             ),
             norm=GatedRMSNorm(
                 head_v_dim,
-                epsilon=norm_eps,
+                epsilon=positive("norm_eps", norm_eps),
                 use_scale=elementwise_affine,
                 activation=gate_fn,
                 scale_metadata=metadata(sharding.norm),
@@ -145,7 +168,7 @@ class SimpleGLA(LinearAttention):
         )
         self.feature_map = feature_map
         self._feature_map = feature_map_function
-        self.gate_logit_normalizer = gate_logit_normalizer
+        self.gate_logit_normalizer = positive("gate_logit_normalizer", gate_logit_normalizer)
         self.gk_proj = self._linear(
             hidden_size,
             num_heads,

@@ -1,6 +1,8 @@
 """Checks of what callers pass to the ops: the argument, what came, and what is expected."""
 
 import math
+import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jaxtyping import Array
 MAX_HEAD_SIZE = 256
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 IMPLEMENTATIONS = (None, "pallas_tpu", "xla", "reference")
+PRECISIONS = "None or a jax.lax.Precision, or its name such as 'highest'"
 
 
 def check_tokens(q: Array, k: Array, v: Array, **per_token: tuple[Array, bool]) -> None:
@@ -77,22 +80,13 @@ def check_options(
     Raises:
         ValueError: naming the argument, what came and what is expected.
     """
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"scale must be None or a finite Python number, got {scale!r}")
+    if scale is not None and not is_finite_number(scale):
+        raise ValueError(f"scale must be None or a finite number, got {scale!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    for name, flag in {"qk_l2norm": qk_l2norm, "output_final_state": output_final_state}.items():
-        if not isinstance(flag, (bool, np.bool_)):
-            raise ValueError(f"{name} must be True or False, got {flag!r}")
-    if not (precision is None or isinstance(precision, (str, jax.lax.Precision))):
-        raise ValueError(f"precision must be None or a jax.lax.Precision, got {precision!r}")
-    if isinstance(precision, str):
-        try:
-            jax.lax.Precision(precision)
-        except ValueError as error:
-            raise ValueError(
-                f"precision must be None or a jax.lax.Precision, got {precision!r}"
-            ) from error
+    check_flags(qk_l2norm=qk_l2norm, output_final_state=output_final_state)
+    if not is_precision(precision):
+        raise ValueError(f"precision must be {PRECISIONS}, got {precision!r}")
 
 
 def check_packing(
@@ -114,7 +108,7 @@ def check_packing(
     if max_num_segments is not None:
         if segment_ids is None:
             raise ValueError("max_num_segments is given without segment_ids, which it belongs to")
-        if not isinstance(max_num_segments, (int, np.integer)) or max_num_segments < 1:
+        if not is_integer(max_num_segments) or max_num_segments < 1:
             raise ValueError(
                 f"max_num_segments must be an integer of at least 1, got {max_num_segments!r}"
             )
@@ -174,13 +168,52 @@ def check_initial_state(
         raise ValueError(f"initial_state must be {shapes}, got shape {initial_state.shape}")
 
 
+def check_flags(**flags: bool) -> None:
+    """Check that the named arguments are True or False.
+
+    Raises:
+        ValueError: naming the argument and what came.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+
+
+def is_integer(x: Any) -> bool:
+    """Whether x is an integer of Python or numpy; True and False are none."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def is_finite_number(x: Any) -> bool:
+    """Whether x is a finite real number of Python or numpy; True and False are none."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def is_precision(x: Any) -> bool:
+    """Whether x is a precision that every matrix product of the library takes."""
+    if isinstance(x, str):
+        try:
+            x = jax.lax.Precision(x)
+        except ValueError:
+            return False
+    return x is None or isinstance(x, jax.lax.Precision)
+
+
+def is_float_dtype(x: Any) -> bool:
+    """Whether x is, or names, a dtype that the ops take."""
+    try:
+        return x is not None and jnp.dtype(x).name in FLOATS
+    except TypeError:
+        return False
+
+
 def is_concrete(x: Array) -> bool:
     """Whether x's values are known now, rather than traced."""
     return not isinstance(x, jax.core.Tracer)
 
 
 def _check_float(name: str, x: Array) -> None:
-    if not hasattr(x, "dtype") or jnp.dtype(x.dtype).name not in FLOATS:
+    if not is_float_dtype(getattr(x, "dtype", None)):
         got = getattr(x, "dtype", type(x).__name__)
         raise ValueError(f"{name} must be an array of one of {FLOATS}, got {got}")
 

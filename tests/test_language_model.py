@@ -232,7 +232,7 @@ def test_config_is_hashable_and_survives_json_types():
         ({"hidden_size": 32.0}, "hidden_size must be an integer of at least 1, got 32.0"),
         ({"num_layers": True}, "num_layers must be an integer of at least 1, got True"),
         ({"intermediate_size": "4"}, "intermediate_size must be an integer"),
-        ({"mixers": "kda"}, "mixers must be a tuple of names, got the string 'kda'"),
+        ({"mixers": "kda"}, "mixers must be a tuple of names, got 'kda'"),
         ({"mixers": ()}, "mixers must hold from 1 to num_layers = 2 names, got 0"),
         ({"mixers": ("kda",) * 3}, "mixers must hold from 1 to num_layers = 2 names, got 3"),
         ({"mixers": ("kdaa",)}, "'kdaa' is no mixer; did you mean 'kda'?"),
@@ -241,8 +241,8 @@ def test_config_is_hashable_and_survives_json_types():
         ({"mixer_options": {"kda": {"heads": 2}}}, "'heads' is no option of mixer 'kda'"),
         ({"mixer_options": ["kda"]}, "mixer_options must map names to options"),
         ({"tie_embeddings": 1}, "tie_embeddings must be True or False, got 1"),
-        ({"norm_eps": 0.0}, "norm_eps must be a number above 0, got 0.0"),
-        ({"norm_eps": "small"}, "norm_eps must be a number above 0, got 'small'"),
+        ({"norm_eps": 0.0}, "norm_eps must be a finite number above 0, got 0.0"),
+        ({"norm_eps": "small"}, "norm_eps must be a finite number above 0, got 'small'"),
     ],
 )
 def test_wrong_configs_name_the_field(change, message):
@@ -262,8 +262,8 @@ def test_a_mistyped_preset_or_field_is_named():
     [
         (lambda m: m(jnp.zeros((4,), jnp.int32)), "tokens must be"),
         (lambda m: m(jnp.zeros((1, 0), jnp.int32)), "tokens must be"),
-        (lambda m: m(jnp.zeros((1, 4))), "tokens must be an array of integers"),
-        (lambda m: m([[1, 2]]), "tokens must be an array of integers, got list"),
+        (lambda m: m(jnp.zeros((1, 4))), "tokens must be an array of integer type"),
+        (lambda m: m([[1, 2]]), "tokens must be an array of integer type, got list"),
         (lambda m: m.loss(jnp.zeros((1, 1), jnp.int32)), "tokens must be"),
         (
             lambda m: m(jnp.zeros((1, 4), jnp.int32), segment_ids=jnp.zeros((1, 3), jnp.int32)),

@@ -112,15 +112,15 @@ WRONG = {
         {"segment_ids": IDS, "max_num_segments": 0},
         "max_num_segments must be an integer of at least 1, got 0",
     ),
-    "scale an array": ({"scale": zeros(1)}, "scale must be None or a finite Python number"),
-    "scale infinite": ({"scale": float("inf")}, "scale must be None or a finite Python number"),
+    "scale an array": ({"scale": zeros(1)}, "scale must be None or a finite number"),
+    "scale infinite": ({"scale": float("inf")}, "scale must be None or a finite number"),
     "an unknown implementation": (
         {"implementation": "triton"},
         "implementation must be one of .*, got 'triton'",
     ),
     "an unknown precision": (
         {"precision": "exact"},
-        "precision must be None or a jax.lax.Precision, got 'exact'",
+        "precision must be None or a jax.lax.Precision, or its name .* got 'exact'",
     ),
     "qk_l2norm a number": ({"qk_l2norm": 1}, "qk_l2norm must be True or False, got 1"),
     "output_final_state an array": (
