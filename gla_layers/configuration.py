@@ -1,6 +1,7 @@
 """Checks of a layer's configuration."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,9 @@ _OPTIONS = {
     "precision": (PRECISIONS, is_precision),
     "kernel_init": ("an initializer, such as nnx.initializers.normal()", callable),
     "bias_init": ("an initializer, such as nnx.initializers.zeros_init()", callable),
+    "kernel_metadata": ("a mapping", lambda x: isinstance(x, Mapping)),
+    "bias_metadata": ("a mapping", lambda x: isinstance(x, Mapping)),
+    "scale_metadata": ("a mapping", lambda x: isinstance(x, Mapping)),
     "sharding": ("a ShardingConfig", lambda x: isinstance(x, ShardingConfig)),
     "implementation": (f"one of {IMPLEMENTATIONS}", lambda x: x in IMPLEMENTATIONS),
     "rngs": (

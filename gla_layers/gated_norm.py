@@ -67,7 +67,7 @@ class GatedRMSNorm(nnx.Module):
         (num_features,) = sizes(num_features=num_features)
         epsilon = positive("epsilon", epsilon)
         check_flags(use_scale=use_scale)
-        check_options(param_dtype=param_dtype)
+        check_options(param_dtype=param_dtype, scale_metadata=scale_metadata)
         self.num_features = num_features
         self.epsilon = epsilon
         self.activation = activation

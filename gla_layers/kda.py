@@ -126,6 +126,7 @@ class KDA(LinearAttention):
             conv_bias=conv_bias,
             allow_neg_eigval=allow_neg_eigval,
             safe_gate=safe_gate,
+            gate_bias=gate_bias,
         )
         check_options(
             dtype=dtype,

@@ -96,6 +96,8 @@ class ShortConvolution(nnx.Module):
             param_dtype=param_dtype,
             kernel_init=kernel_init,
             bias_init=bias_init,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
             rngs=rngs,
         )
         self.features = features

@@ -121,6 +121,7 @@ class SimpleGLA(LinearAttention):
         feature_map_function = activation(
             "feature_map", "identity" if feature_map is None else feature_map
         )
+        gate_logit_normalizer = positive("gate_logit_normalizer", gate_logit_normalizer)
         check_flags(
             use_short_conv=use_short_conv,
             conv_bias=conv_bias,
@@ -168,7 +169,7 @@ class SimpleGLA(LinearAttention):
         )
         self.feature_map = feature_map
         self._feature_map = feature_map_function
-        self.gate_logit_normalizer = positive("gate_logit_normalizer", gate_logit_normalizer)
+        self.gate_logit_normalizer = gate_logit_normalizer
         self.gk_proj = self._linear(
             hidden_size,
             num_heads,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import math
 import re
 from typing import Any
 
@@ -131,6 +133,26 @@ def test_padding_may_hold_any_number():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("unknown", [VOCAB, 10 * VOCAB, -1])
+@pytest.mark.parametrize("position", [3, 7], ids=["input and target", "target"])
+def test_a_traced_token_outside_of_the_vocabulary_makes_the_loss_nan(unknown, position):
+    tokens = random_tokens(1, 8).at[0, position].set(unknown)
+    loss, gradients = loss_and_gradients(make_model(), tokens)
+    assert np.isnan(loss)
+    assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(gradients))
+    assert np.isnan(logits_of(make_model(), tokens)[0, position]).all()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32"])
+def test_tokens_of_any_integer_type(dtype):
+    tokens = random_tokens(1, 8)
+    expected = losses_of(make_model(vocab_size=300), tokens)
+    for actual, reference in zip(
+        losses_of(make_model(vocab_size=300), tokens.astype(dtype)), expected, strict=True
+    ):
+        np.testing.assert_array_equal(actual, reference)
+
+
 def test_loss_never_holds_all_logits():
     model = make_model()
     tokens = random_tokens(2, 301)
@@ -225,6 +247,18 @@ def test_config_is_hashable_and_survives_json_types():
     assert hash(LanguageModelConfig(**fields)) == hash(config)
 
 
+def test_a_hybrid_needs_the_length_of_its_cache():
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 1, got None"):
+        make_model(("kda", "attention")).init_state(1)
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    options = {"kda": {"conv_size": np.int16(4), "expand_v": np.float32(2)}}
+    config = make_config(hidden_size=np.int64(32), norm_eps=np.float32(0.5), mixer_options=options)
+    assert json.dumps([config.hidden_size, config.norm_eps]) == "[32, 0.5]"
+    assert json.dumps(dict(config.mixer_options["kda"])) == '{"conv_size": 4, "expand_v": 2.0}'
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -240,6 +274,17 @@ def test_config_is_hashable_and_survives_json_types():
         ({"mixer_options": {"gdn": {}}}, "'gdn' is no mixer"),
         ({"mixer_options": {"kda": {"heads": 2}}}, "'heads' is no option of mixer 'kda'"),
         ({"mixer_options": ["kda"]}, "mixer_options must map names to options"),
+        ({"mixers": None}, "mixers must be a tuple of names, got None"),
+        ({"mixer_options": {"kda": None}}, "mixer_options of 'kda' must map names to values, got"),
+        ({"mixer_options": {"kda": {"implementation": "xla"}}}, "must leave 'implementation' to"),
+        (
+            {"mixer_options": {"attention": {"sharding": None}}},
+            "must leave 'sharding' to the model",
+        ),
+        ({"mixer_options": {"kda": {"hidden_size": 8}}}, "must leave 'hidden_size' to the model"),
+        ({"mixer_options": {"kda": {"self": 8}}}, "'self' is no option of mixer 'kda'"),
+        ({"norm_eps": math.nan}, "norm_eps must be a finite number above 0, got nan"),
+        ({"norm_eps": math.inf}, "norm_eps must be a finite number above 0, got inf"),
         ({"tie_embeddings": 1}, "tie_embeddings must be True or False, got 1"),
         ({"norm_eps": 0.0}, "norm_eps must be a finite number above 0, got 0.0"),
         ({"norm_eps": "small"}, "norm_eps must be a finite number above 0, got 'small'"),
@@ -271,7 +316,21 @@ def test_a_mistyped_preset_or_field_is_named():
         ),
         (lambda m: m(jnp.zeros((1, 4), jnp.int32), state=m.init_state(1) * 2), "state must hold"),
         (lambda m: m(jnp.zeros((1, 4), jnp.int32), state=m.init_state(2)), "state"),
+        (lambda m: m(jnp.zeros((1, 4), jnp.int32), state=1), "state must hold .* got int"),
+        (
+            lambda m: m(jnp.zeros((1, 4), jnp.int32), segment_ids=[[1] * 4]),
+            "segment_ids must be an array of integer type, got list",
+        ),
+        (
+            lambda m: m(jnp.array([[1, VOCAB]])),
+            "tokens must be .* below vocab_size = 61, .* got 61",
+        ),
+        (lambda m: m.loss(jnp.array([[1, 2, -1]])), "tokens must be at least 0 .* got -1"),
+        (lambda m: m.token_losses(jnp.array([[1, 2]]), chunk_size=0), "chunk_size must be"),
         (lambda m: LanguageModel({"vocab_size": 3}, rngs=nnx.Rngs(0)), "config must be"),
+        (lambda m: LanguageModel(m.config, remat="everything", rngs=nnx.Rngs(0)), "remat must be"),
+        (lambda m: LanguageModel(m.config, rngs=None), "rngs must be an nnx.Rngs"),
+        (lambda m: LanguageModel(m.config, precision="exact", rngs=nnx.Rngs(0)), "precision must"),
     ],
 )
 def test_wrong_calls_name_the_argument(call, message):
