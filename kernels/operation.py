@@ -1,21 +1,9 @@
 """What the three ops share between their public functions and their implementations.
 
 An `Operation` turns per-token arrays (`tokens`: q, k, v and the gates) and states into outputs
-and new states. Its implementations see four arguments beside the static `Options`:
-
-    tokens          tuple of [B, T, ...] arrays, as the caller gave them
-    states          [B, N, HV, K, V] float32
-    packing         None, or the documents within a row: a state is carried along the row (N = 1),
-                    enters document 0 only, and every later document starts from zero
-    chunk_document  None, or [B, chunks]: the state (of N) that each chunk reads and updates
-
-of which at most one of the last two is given. `forward` returns `(o, states), residuals`,
-residuals being a dictionary of arrays that is the same, in shapes and types, for every
-implementation that can be chosen by the platform; `backward` takes those four, the residuals and
-the two cotangents, and returns the gradients of tokens and states.
+and new states, by one of its implementations (see `implementation.py`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
@@ -27,6 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments
+from .context_parallel import Stretches, context_parallel
+from .implementation import Implementation, Options
 from .packing import Alignment, Packing
 from .sharding import Placement, needs_partition, warn_of_fallback
 
@@ -46,35 +36,6 @@ class CallOptions(TypedDict, total=False):
     precision: jax.lax.PrecisionLike
     implementation: str | None
     partition: PartitionSpec | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is static in a call."""
-
-    scale: float
-    qk_l2norm: bool
-    precision: jax.lax.Precision | None
-    implementation: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Implementation:
-    """One way to compute an op, forward and backward.
-
-    `outputs_only` is `forward` without residuals, for an implementation that would else write
-    them whether or not they are used: a kernel's outputs are not dead code.
-    """
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    outputs_only: Callable[..., Any] | None = None
-
-    def outputs(self, *arguments: Any) -> Any:
-        """The outputs of a call that will not be differentiated."""
-        if self.outputs_only is not None:
-            return self.outputs_only(*arguments)
-        return self.forward(*arguments)[0]
 
 
 class Operation:
@@ -126,12 +87,16 @@ class Operation:
         per_document = packed and (has_documents or output_final_state)
         if per_document and segment_ids is not None:
             _check_num_documents(segment_ids, num_documents)
+        placement = Placement.of(q, k, v, partition)
         options = Options(
             scale=float(k.shape[-1] ** -0.5 if scale is None else scale),
             qk_l2norm=bool(qk_l2norm),
             precision=None if precision is None else jax.lax.Precision(precision),
             implementation=_implementation_on_mesh(implementation, partition),
+            time=() if placement is None else placement.split_time,
         )
+        if options.time:
+            _check_split_time(options.implementation, per_document)
         run = functools.partial(
             self._lay_out,
             options,
@@ -139,7 +104,6 @@ class Operation:
             output_final_state,
         )
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
-        placement = Placement.of(q, k, v, partition)
         if placement is None:
             return run(*arrays)
         return placement.run(run, *arrays, state_per_document=per_document)
@@ -165,6 +129,9 @@ class Operation:
         if batch == 0 or length == 0:
             states = initial_state.astype(jnp.float32)
             return jnp.zeros_like(v), states if output_final_state else None
+        if options.time:
+            state = initial_state, output_final_state
+            return self._one_state_a_split_row(options, tokens, *state, segment_ids, cu_seqlens)
         packing = None
         if segment_ids is not None:
             packing = Packing.from_segment_ids(segment_ids)
@@ -197,6 +164,15 @@ class Operation:
             return self._run(options, tokens, states, packing)[0], None
         o, states = self._run(options, tokens, state[:, None], packing)
         return o, states[:, 0]
+
+    def _one_state_a_split_row(
+        self, options, tokens, state, output_final_state, segment_ids, cu_seqlens
+    ):
+        """Lay out one device's stretch of its rows."""
+        stretches = Stretches(options.time)
+        packing = stretches.packing(segment_ids, cu_seqlens, tokens[0].shape[1])
+        o, state = self._one_state_a_row(options, tokens, stretches.enter(state), packing)
+        return o, stretches.leave(state) if output_final_state else None
 
     def _one_state_a_document(self, options, tokens, states, packing):
         num_documents = states.shape[1]
@@ -237,9 +213,8 @@ class Operation:
     def _backward(self, options, saved, cotangents):
         tokens, states, packing, chunk_document, residuals = saved
         dtokens, dstates = self._dispatch(
-            "backward", options, tokens, states, packing, chunk_document, residuals, *cotangents
+            "gradients", options, tokens, states, packing, chunk_document, residuals, *cotangents
         )
-        dtokens = tuple(d.astype(x.dtype) for d, x in zip(dtokens, tokens, strict=True))
         return dtokens, dstates, None, None
 
     def _dispatch(self, direction, options, *arrays):
@@ -250,7 +225,10 @@ class Operation:
         """
 
         def bind(name):
-            return functools.partial(getattr(self.implementations[name], direction), options)
+            implementation = self.implementations[name]
+            if options.time:
+                implementation = context_parallel(implementation, Stretches(options.time))
+            return functools.partial(getattr(implementation, direction), options)
 
         if options.implementation is not None:
             return bind(options.implementation)(*arrays)
@@ -293,6 +271,20 @@ def _implementation_on_mesh(
         )
     warn_of_fallback()
     return "xla"
+
+
+def _check_split_time(implementation: str | None, per_document: bool) -> None:
+    if implementation == "reference":
+        raise ValueError(
+            "partition must leave the time axis whole for implementation='reference', which runs "
+            "token after token, got one that splits it"
+        )
+    if per_document:
+        raise ValueError(
+            "partition must leave the time axis whole where each document has a state of its own "
+            "(initial_state [B, N, HV, K, V], or output_final_state with segment_ids or "
+            "cu_seqlens), got one that splits it"
+        )
 
 
 def _check_num_documents(segment_ids: Int[Array, "B T"], num_documents: int) -> None:

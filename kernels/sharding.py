@@ -1,9 +1,9 @@
-"""An op on a mesh: every device works on its own batch rows and heads.
+"""An op on a mesh: every device works on its own batch rows, heads and stretch of time.
 
 A Pallas kernel cannot be partitioned by the compiler, and plain JAX need not be: rows and heads do
 not meet in any of the ops. So the whole of an op runs inside `jax.shard_map`, and moves nothing
-between devices. Only a mesh axis that shards neither rows nor heads, along which all devices do
-the same, costs an all-reduce of the gradients.
+between devices but, where the time axis is split, states (see `context_parallel.py`). Only a mesh
+axis that shards neither, along which all devices do the same, costs an all-reduce of the gradients.
 """
 
 import dataclasses
@@ -23,16 +23,18 @@ Axes = str | tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the rows and the heads of a call are.
+    """Where the rows, the tokens and the heads of a call are.
 
     Attributes:
         mesh: the mesh in whose context the call is.
         rows: the mesh axes that the batch is split over.
+        time: the mesh axes that rows are split over into stretches of tokens.
         heads: the mesh axes that key heads and value heads are split over.
     """
 
     mesh: AbstractMesh
     rows: Axes
+    time: Axes
     heads: Axes
 
     @classmethod
@@ -48,11 +50,16 @@ class Placement:
                 divide their rows and heads.
         """
         mesh = jax.sharding.get_abstract_mesh()
+        if partition is not None and mesh.empty:
+            raise ValueError(
+                f"partition names axes of a mesh, but none is in context; got {partition}, "
+                "expected a call within jax.set_mesh(mesh)"
+            )
         if mesh.empty or mesh.are_all_axes_manual:
-            if partition is not None and mesh.empty:
+            if partition is not None and _three_axes(partition)[1] is not None:
                 raise ValueError(
-                    f"partition names axes of a mesh, but none is in context; got {partition}, "
-                    "expected a call within jax.set_mesh(mesh)"
+                    "partition must leave the time axis whole within the caller's own "
+                    f"jax.shard_map, got {partition}"
                 )
             return None
         if mesh.explicit_axes:
@@ -65,15 +72,17 @@ class Placement:
             raise ValueError(
                 f"partition must name axes of the mesh, {mesh.axis_names}, got {partition}"
             )
-        if time is not None:
-            raise ValueError(
-                f"partition must leave the time axis whole, got {partition} for [B, T, heads]"
-            )
-        placement = cls(mesh, rows, heads)
+        placement = cls(mesh, rows, time, heads)
         placement._check_divides("q", "batch rows", q.shape[0], rows)
+        placement._check_divides("q", "tokens", q.shape[1], time)
         placement._check_divides("q", "heads", q.shape[2], heads)
         placement._check_divides("v", "heads", v.shape[2], heads)
         return placement
+
+    @property
+    def split_time(self) -> tuple[str, ...]:
+        """The mesh axes that split rows into several stretches; () where rows are whole."""
+        return _names(self.time) if self._size(self.time) > 1 else ()
 
     def run(
         self,
@@ -86,13 +95,13 @@ class Placement:
         state_per_document: bool,
     ) -> tuple[Array, Array | None]:
         """Call `body(tokens, initial_state, segment_ids, cu_seqlens)` on every device."""
-        per_token = P(self.rows, None, self.heads)
+        per_token = P(self.rows, self.time, self.heads)
         per_row, per_document = P(self.rows, self.heads), P(self.rows, None, self.heads)
         has_documents = initial_state is not None and initial_state.ndim == 5
         specs = (
             per_token,
             per_document if has_documents else per_row,
-            P(self.rows),
+            P(self.rows, self.time),
             P(),
         )
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
@@ -109,8 +118,11 @@ class Placement:
             check_vma=False,
         )(*arrays)
 
+    def _size(self, axes: Axes) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in _names(axes))
+
     def _check_divides(self, name: str, what: str, count: int, axes: Axes) -> None:
-        size = math.prod(self.mesh.shape[axis] for axis in _names(axes))
+        size = self._size(axes)
         if count % size:
             raise ValueError(
                 f"{name} must have a multiple of {size} {what}, the size of the mesh axes "

@@ -34,28 +34,30 @@ def make_mesh(sizes, axis_type):
 
 
 def spec_of(name, x, partition):
-    rows, _, heads, *_ = (*partition, None, None, None)
+    rows, time, heads, *_ = (*partition, None, None, None)
+    if name == "cu_seqlens":
+        return P()
     if name == "segment_ids":
-        return P(rows)
+        return P(rows, time)
     if "state" in name:
         return P(rows, heads) if x.ndim == 4 else P(rows, None, heads)
-    return P(rows, None, heads)
+    return P(rows, time, heads)
 
 
 def run_sharded(op, implementation, inputs, sizes, partition, axis_type, **options):
     """Outputs and gradients, and the compiled program."""
-    names = (*op.tokens, "initial_state")
+    names, packing = (*op.tokens, "initial_state"), ("segment_ids", "cu_seqlens")
     passed = partition if axis_type is AxisType.Auto else None
+    options = {"output_final_state": True} | options
 
-    def both(arrays, segment_ids, cotangents):
+    def both(arrays, packing, cotangents):
         def forward(arrays):
             arrays = dict(arrays)
             tokens = [arrays.pop(name) for name in op.tokens]
             return op.chunk(
                 *tokens,
                 **arrays,
-                segment_ids=segment_ids,
-                output_final_state=True,
+                **packing,
                 implementation=implementation,
                 partition=passed,
                 **options,
@@ -63,19 +65,21 @@ def run_sharded(op, implementation, inputs, sizes, partition, axis_type, **optio
 
         (o, state), vjp = jax.vjp(forward, arrays)
         gradients = {f"d{name}": x for name, x in vjp(cotangents)[0].items()}
-        return {"o": o, "final_state": state} | gradients
+        outputs = {"o": o} if state is None else {"o": o, "final_state": state}
+        return outputs | gradients
 
     mesh = make_mesh(sizes, axis_type)
     with jax.set_mesh(mesh):
 
         def put(name):
-            if name not in inputs:
-                return None
-            x = jnp.asarray(inputs[name], "int32" if name == "segment_ids" else "float32")
+            x = jnp.asarray(inputs[name], "int32" if name in packing else "float32")
             return jax.device_put(x, NamedSharding(mesh, spec_of(name, x, partition)))
 
-        cotangents = put("do"), put("dfinal_state")
-        arguments = {name: put(name) for name in names}, put("segment_ids"), cotangents
+        def put_all(names):
+            return {name: put(name) for name in names if name in inputs}
+
+        cotangents = put("do"), put("dfinal_state") if options["output_final_state"] else None
+        arguments = put_all(names), put_all(packing), cotangents
         compiled = jax.jit(both).lower(*arguments).compile()
         outputs = compiled(*arguments)
     return {name: np.asarray(x) for name, x in outputs.items()}, compiled.as_text()
@@ -131,7 +135,7 @@ def test_within_the_callers_shard_map(op, implementation):
 
 
 def tokens_of(op, **shape):
-    inputs = random_inputs(op, **({"length": 10, "key_size": 8, "value_size": 8} | shape))
+    inputs = random_inputs(op, **({"length": 11, "key_size": 8, "value_size": 8} | shape))
     return [jnp.asarray(inputs[name], "float32") for name in op.tokens]
 
 
@@ -140,7 +144,7 @@ def tokens_of(op, **shape):
     ("partition", "message"),
     [
         (P("data"), "q must have a multiple of 2 batch rows, .*'data'.*, got 3"),
-        (P(None, "data"), "partition must leave the time axis whole"),
+        (P(None, "data"), "q must have a multiple of 2 tokens, .*'data'.*, got 11"),
         (P(None, None, "data"), "q must have a multiple of 2 heads, .*'data'.*, got 1"),
         (P("rows"), r"partition must name axes of the mesh, \('data',\), got .*'rows'"),
         (P(None, None, None, "data"), "partition must be None or a PartitionSpec of"),

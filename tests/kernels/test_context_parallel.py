@@ -1,0 +1,175 @@
+"""Rows whose time axis is split over devices: what whole rows give, and only states move."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .cases import OP_IDS, OP_IMPLEMENTATIONS, OPS, check, random_inputs, reference
+from .test_sharding import COLLECTIVES, make_mesh, run_sharded, tokens_of
+
+# Axis sizes, and how [B, T, heads] are split.
+MESHES = {
+    "2": ({"sequence": 2}, P(None, "sequence")),
+    "4": ({"sequence": 4}, P(None, "sequence")),
+    "8": ({"sequence": 8}, P(None, "sequence")),
+    "rows": ({"data": 2, "sequence": 4}, P("data", "sequence")),
+    "heads": ({"sequence": 4, "tensor": 2}, P(None, "sequence", "tensor")),
+    "two axes": ({"outer": 2, "tensor": 2, "inner": 2}, P(None, ("outer", "inner"), "tensor")),
+}
+FOUR = MESHES["4"]
+every_mesh = pytest.mark.parametrize(("sizes", "partition"), MESHES.values(), ids=MESHES)
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+
+# Segment ids of two rows of 4 stretches of 40 tokens, each as runs of (id, tokens).
+LAYOUTS = {
+    "documents across stretches": (
+        [(1, 30), (2, 60), (3, 70)],
+        [(1, 1), (2, 150), (3, 9)],
+    ),
+    "boundaries between stretches": (
+        [(1, 40), (2, 40), (1, 80)],
+        [(7, 80), (0, 1), (7, 39), (8, 40)],
+    ),
+    "padding": (
+        [(0, 50), (5, 20), (0, 60), (5, 30)],
+        [(0, 40), (3, 39), (0, 1), (3, 79), (0, 1)],
+    ),
+    "more padding": (
+        [(1, 40), (0, 120)],
+        [(0, 160)],
+    ),
+}
+
+
+def random_rows(op, **shape):
+    small = {"heads": 2, "value_heads": 4, "key_size": 16, "value_size": 8}
+    return random_inputs(op, **({"batch": 2, "length": 160} | small | shape))
+
+
+def nan_in_padding(inputs, valid):
+    def fill(x):
+        return np.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, np.nan)
+
+    return {name: x if "state" in name else fill(x) for name, x in inputs.items()}
+
+
+@every_mesh
+@every_op
+def test_split_equals_whole(op, sizes, partition):
+    inputs = random_rows(op, length=400)
+    actual, _ = run_sharded(op, "xla", inputs, sizes, partition, AxisType.Auto)
+    check(actual, reference(op, inputs), 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@every_op
+def test_packed_rows(op, layout):
+    ids = np.stack([np.repeat(*np.transpose(runs)) for runs in layout])
+    inputs, packing = random_rows(op), {"segment_ids": ids}
+    options = {"output_final_state": False}
+    garbage = nan_in_padding(inputs, ids != 0) | packing
+    actual, _ = run_sharded(op, "xla", garbage, *FOUR, AxisType.Auto, **options)
+    check(actual, reference(op, inputs | packing, **options), 1e-5)
+
+
+@pytest.mark.parametrize("offsets", [[0, 30, 90, 160], [0, 0, 40, 40, 120, 130]])
+@every_op
+def test_cu_seqlens(op, offsets):
+    inputs = random_rows(op, batch=1) | {"cu_seqlens": np.array(offsets)}
+    options = {"output_final_state": False}
+    actual, _ = run_sharded(op, "xla", inputs, *FOUR, AxisType.Explicit, **options)
+    check(actual, reference(op, inputs, **options), 1e-5)
+
+
+@every_axis_type
+@pytest.mark.parametrize(("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS)
+def test_every_implementation(op, implementation, axis_type):
+    inputs = random_rows(op, length=200, value_heads=2)
+    sizes, partition = MESHES["heads"] if axis_type is AxisType.Explicit else MESHES["2"]
+    options = {"qk_l2norm": True, "scale": 0.5}
+    actual, _ = run_sharded(op, implementation, inputs, sizes, partition, axis_type, **options)
+    check(actual, reference(op, inputs, **options), 1e-5)
+
+
+@every_op
+def test_large_heads(op):
+    """The map of 256 key channels and 200 value channels takes two runs."""
+    shape = {"heads": 1, "value_heads": 1, "key_size": 256, "value_size": 200}
+    inputs = random_rows(op, batch=1, length=80, **shape)
+    actual, _ = run_sharded(op, "xla", inputs, *MESHES["2"], AxisType.Auto)
+    check(actual, reference(op, inputs), 1e-5)
+
+
+@every_op
+def test_only_maps_move(op):
+    """For 2 x 4 v5e chips: one collective forward and one backward, of [K, K + V] a head."""
+    topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
+    mesh = jax.sharding.Mesh(
+        np.array(topology.devices).reshape(4, 2),
+        ("sequence", "tensor"),
+        axis_types=(AxisType.Explicit,) * 2,
+    )
+    sharding = NamedSharding(mesh, P(None, "sequence", "tensor"))
+    tokens = [
+        jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=sharding)
+        for x in tokens_of(op, length=1024, heads=2, value_heads=2, key_size=64, value_size=128)
+    ]
+
+    def both(do, *tokens):
+        o, vjp = jax.vjp(lambda *tokens: op.chunk(*tokens)[0], *tokens)
+        return o, vjp(do)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(both).trace(tokens[2], *tokens)
+        program = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert "tpu_custom_call" in program
+    moved = re.findall(rf" (\w+\[[\d,]*\])\S* ({COLLECTIVES[3:-3]})\(.*channel_id=(\d+)", program)
+    maps = f"f32[{4 * 64 * (64 + 128)}]"
+    assert [(shape, kind) for shape, kind, _ in sorted(set(moved))] == [(maps, "all-gather")] * 2
+
+
+# --- wrong calls --------------------------------------------------------------------------------
+
+
+@every_op
+def test_a_state_a_document(op):
+    ids = np.ones((1, 12), "int32")
+    with (
+        jax.set_mesh(make_mesh({"sequence": 2}, AxisType.Auto)),
+        pytest.raises(ValueError, match="partition must leave the time axis whole where each doc"),
+    ):
+        op.chunk(
+            *tokens_of(op, length=12),
+            segment_ids=ids,
+            max_num_segments=1,
+            output_final_state=True,
+            partition=P(None, "sequence"),
+        )
+
+
+@every_op
+def test_token_by_token(op):
+    with (
+        jax.set_mesh(make_mesh({"sequence": 2}, AxisType.Auto)),
+        pytest.raises(ValueError, match="whole for implementation='reference'"),
+    ):
+        op.recurrent(*tokens_of(op, length=12), partition=P(None, "sequence"))
+
+
+@every_op
+def test_within_the_callers_shard_map(op):
+    def call(*tokens):
+        return op.chunk(*tokens, partition=P(None, "sequence"))[0]
+
+    specs = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+    with (
+        jax.set_mesh(make_mesh({"sequence": 2}, AxisType.Auto)),
+        pytest.raises(ValueError, match="whole within the caller's own"),
+    ):
+        jax.shard_map(call, **specs)(*tokens_of(op, length=12))
