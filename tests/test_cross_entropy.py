@@ -50,6 +50,22 @@ def test_losses_and_gradients_are_those_of_the_definition(length, scale):
         assert_close(actual, reference, 1e-5)
 
 
+@pytest.mark.parametrize("target", [-100, -1, VOCAB, 2**31 - 1])
+def test_a_target_outside_of_the_vocabulary_has_the_loss_nan(target):
+    hidden, head, targets = inputs(9)
+    targets[1, 3] = target
+
+    def total(hidden):
+        losses = chunked_cross_entropy(hidden, head, targets, chunk_size=8)
+        return losses.sum(), losses
+
+    (_, losses), dhidden = jax.value_and_grad(total, has_aux=True)(hidden)
+    expected = np.zeros(targets.shape, bool)
+    expected[1, 3] = True
+    np.testing.assert_array_equal(np.isnan(losses), expected)
+    np.testing.assert_array_equal(np.isnan(dhidden).all(axis=2), expected)
+
+
 def test_bfloat16_accumulates_in_float32():
     hidden, head, targets = inputs(40)
     hidden = hidden.astype(jnp.bfloat16)
@@ -89,6 +105,11 @@ HIDDEN, HEAD, TARGETS = inputs(4)
         ({"head": HEAD.T}, "head must be"),
         ({"targets": TARGETS[:, 1:]}, "targets must be"),
         ({"targets": np.float32(TARGETS)}, "targets must be"),
+        ({"hidden": HIDDEN.tolist()}, "hidden must be an array of floating type, got list"),
+        ({"head": np.int32(HEAD)}, "head must be an array of floating type, got int32"),
+        ({"targets": TARGETS.tolist()}, "targets must be an array of integer type, got list"),
+        ({"precision": "exact"}, "precision must be None or a jax.lax.Precision, .* got 'exact'"),
+        ({"chunk_size": True}, "chunk_size must be"),
         ({"chunk_size": 0}, "chunk_size must be"),
         ({"chunk_size": 2.5}, "chunk_size must be"),
     ],

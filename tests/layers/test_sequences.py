@@ -107,6 +107,26 @@ def test_gradients_ignore_padding(name):
 
 
 @every_mixer
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_tokens_leave_the_state_alone(name, packed):
+    layer = mixer(name)
+    _, state = run(layer, inputs(2, 5), empty_state(layer, 2))
+    x, ids = inputs(2, 5)[:, :0], jnp.ones((2, 0), jnp.int32) if packed else None
+    y, after = run(layer, x, state, ids)
+    assert run(layer, x, None, ids).shape == y.shape == (2, 0, HIDDEN)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+@every_mixer
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_rows(name, packed):
+    layer = mixer(name)
+    ids = jnp.ones((0, 5), jnp.int32) if packed else None
+    y, _ = run(layer, inputs(0, 5), empty_state(layer, 0), ids)
+    assert run(layer, inputs(0, 5), None, ids).shape == y.shape == (0, 5, HIDDEN)
+
+
+@every_mixer
 def test_decoding_goes_on_from_a_padded_prefill(name):
     layer, x = mixer(name), inputs(2, 12)
     whole = run(layer, x)
