@@ -12,8 +12,8 @@ class ShardingConfig:
     """A `PartitionSpec`, or None for no annotation, per kind of array.
 
     The default annotates nothing, which needs no mesh. An annotated parameter needs one when the
-    layer is made, and `tokens` when it runs, with the axes that the presets name: `data`, `fsdp`
-    and `tensor`, any of which may have the size 1.
+    layer is made, and `tokens` when it runs, with the axes that the presets name: `data`, `fsdp`,
+    `tensor` and `sequence`, any of which may have the size 1.
 
     Attributes:
         embedding: `[vocabulary, hidden]`.
@@ -77,6 +77,18 @@ class ShardingConfig:
             features=P("tensor"),
             norm=P(None),
             tokens=P(("data", "fsdp"), None, "tensor"),
+        )
+
+    @classmethod
+    def sequence(cls) -> Self:
+        """As `fsdp_tensor`, and the time axis split over `sequence`, for rows of many tokens.
+
+        The op exchanges states (`gla_layers.kernels.context_parallel`), and the compiler the
+        `conv_size - 1` tokens that a convolution sees of the neighbour. T is to be a multiple of
+        the size of `sequence`.
+        """
+        return dataclasses.replace(
+            cls.fsdp_tensor(), tokens=P(("data", "fsdp"), "sequence", "tensor")
         )
 
 

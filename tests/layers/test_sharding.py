@@ -18,7 +18,12 @@ SIZES = {
     "kda": {"num_heads": 2, "num_v_heads": 4},
     "sgla": {"num_heads": 4, "num_kv_heads": 2},
 }
-ROWS = P(("data", "fsdp"))
+ROWS_AND_HEADS = {"data": 2, "fsdp": 2, "tensor": 2}
+PRESETS = {
+    ShardingConfig.fsdp: ROWS_AND_HEADS,
+    ShardingConfig.fsdp_tensor: ROWS_AND_HEADS,
+    ShardingConfig.sequence: {"data": 1, "fsdp": 2, "sequence": 2, "tensor": 2},
+}
 
 
 def make(name, sharding):
@@ -48,20 +53,22 @@ def gradients(layer, x, segment_ids):
     return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
 
 
-@pytest.mark.parametrize("preset", [ShardingConfig.fsdp, ShardingConfig.fsdp_tensor])
+@pytest.mark.parametrize(("preset", "axes"), PRESETS.items())
 @pytest.mark.parametrize("name", SIZES)
-def test_split_over_devices_equals_one(name, preset):
+def test_split_over_devices_equals_one(name, preset, axes):
     x = inputs(4, 20)
     ids = np.where(np.arange(20) < 9, 1, 2)[None].repeat(4, axis=0)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    kinds = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
     with jax.set_mesh(mesh):
         layer = split(make(name, preset()), mesh)
-        arguments = layer, *(jax.device_put(a, NamedSharding(mesh, ROWS)) for a in (x, ids))
+        spec = P(*preset().tokens[:2])
+        arguments = layer, *(jax.device_put(a, NamedSharding(mesh, spec)) for a in (x, ids))
         compiled = gradients.lower(*arguments).compile()
         actual = jax.device_get(jax.tree.leaves(compiled(*arguments)))
     expected = jax.tree.leaves(gradients(make(name, ShardingConfig()), x, ids))
     assert difference(actual, expected) < 1e-5
-    # Parameters are gathered. Tokens, whose arrays have three axes and more, are not.
-    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-to-all)\(", compiled.as_text())
+    # Parameters and flat states are gathered. Tokens, of three axes and more, are not.
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* (?:all-gather|all-to-all)\(", compiled.as_text())
     assert gathered
     assert all(shape.count(",") < 2 for shape in gathered), gathered
