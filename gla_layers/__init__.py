@@ -1,6 +1,7 @@
 """Linear-attention layers in Flax NNX.
 
-Every token mixer (`GatedDeltaNet`, `KDA`, `SimpleGLA`, `Attention`) is called alike:
+Every token mixer (`GatedDeltaNet`, `KDA`, `SimpleGLA`, `Attention`, `LatentAttention`) is called
+alike:
 
     y = layer(x)                                             x, y [B, T, hidden_size]
     y = layer(x, segment_ids=segment_ids)                    packed documents; 0 is padding
@@ -18,7 +19,9 @@ from .gated_norm import GatedRMSNorm
 from .kda import KDA
 from .language_model import LanguageModel, SwiGLU
 from .language_model_config import LanguageModelConfig
+from .latent_attention import LatentAttention
 from .parameters import float32_mask, weight_decay_mask
+from .rms_norm import RMSNorm
 from .sharding import ShardingConfig
 from .short_convolution import ShortConvolution
 from .simple_gla import SimpleGLA
@@ -32,7 +35,9 @@ __all__ = [
     "GatedRMSNorm",
     "LanguageModel",
     "LanguageModelConfig",
+    "LatentAttention",
     "LinearAttentionState",
+    "RMSNorm",
     "ShardingConfig",
     "ShortConvolution",
     "SimpleGLA",

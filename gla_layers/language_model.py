@@ -11,6 +11,7 @@ from .inputs import check_dtype, check_segment_ids
 from .kernels.arguments import check_flags, is_concrete
 from .language_model_config import MIXERS, LanguageModelConfig
 from .linear_attention import LinearAttention
+from .rms_norm import RMSNorm
 from .sharding import ShardingConfig, metadata
 from .state import AttentionState, LinearAttentionState
 
@@ -167,12 +168,14 @@ class LanguageModel(nnx.Module):
         if not config.tie_embeddings:
             check_split("vocab_size", config.vocab_size, sharding.in_kernel, 1)
 
-        def norm() -> nnx.RMSNorm:
-            return nnx.RMSNorm(
+        def norm() -> RMSNorm:
+            return RMSNorm(
                 config.hidden_size,
                 epsilon=config.norm_eps,
+                zero_centered=config.zero_centered_norms,
+                param_dtype=param_dtype,
                 scale_metadata=metadata(sharding.norm),
-                **arrays,
+                rngs=rngs,
             )
 
         def block(name: str) -> Block:

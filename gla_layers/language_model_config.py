@@ -16,6 +16,7 @@ from .configuration import positive, sizes
 from .gated_deltanet import GatedDeltaNet
 from .kda import KDA
 from .kernels.arguments import check_flags
+from .latent_attention import LatentAttention
 from .simple_gla import SimpleGLA
 
 MIXERS: Mapping[str, type[nnx.Module]] = MappingProxyType(
@@ -24,6 +25,7 @@ MIXERS: Mapping[str, type[nnx.Module]] = MappingProxyType(
         "kda": KDA,
         "simple_gla": SimpleGLA,
         "attention": Attention,
+        "latent_attention": LatentAttention,
     }
 )
 """The token mixers by the names that a `LanguageModelConfig` calls them."""
@@ -58,6 +60,7 @@ class LanguageModelConfig:
             `LanguageModel` or another field here sets for the whole model.
         tie_embeddings: whether the output projection is the embedding.
         norm_eps: epsilon of the block norms and the final norm.
+        zero_centered_norms: whether these norms add 1 to their scales, which then start from 0.
 
     Raises:
         ValueError: a field's value is wrong.
@@ -78,12 +81,15 @@ class LanguageModelConfig:
     mixer_options: Mapping[str, Mapping[str, Any]] = FrozenDict()
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
+    zero_centered_norms: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size"):
             (size,) = sizes(**{name: getattr(self, name)})
             object.__setattr__(self, name, size)
-        check_flags(tie_embeddings=self.tie_embeddings)
+        check_flags(
+            tie_embeddings=self.tie_embeddings, zero_centered_norms=self.zero_centered_norms
+        )
         object.__setattr__(self, "norm_eps", positive("norm_eps", self.norm_eps))
         object.__setattr__(self, "mixers", _checked_mixers(self.mixers, self.num_layers))
         object.__setattr__(self, "mixer_options", _checked_options(self.mixer_options))

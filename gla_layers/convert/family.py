@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..language_model_config import MIXERS, LanguageModelConfig
+from ..language_model_config import MIXERS, SHARED_OPTIONS, LanguageModelConfig
 from .correspondence import Rule
 
 Rules = tuple[Rule, ...]
@@ -100,7 +100,7 @@ class Family:
 def all_options(mixer: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a mixer, those included that are left at their default."""
     parameters = inspect.signature(MIXERS[mixer].__init__).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    defaults = {p.name: p.default for p in parameters if p.name not in SHARED_OPTIONS | {"self"}}
     return defaults | dict(options)
 
 

@@ -92,10 +92,10 @@ def _kda(config: CheckpointConfig) -> dict[str, Any]:
 def _latent_attention(config: CheckpointConfig) -> dict[str, Any]:
     return {
         "num_heads": config["num_attention_heads"],
-        "rank": config["kv_lora_rank"],
+        "kv_rank": config["kv_lora_rank"],
         "head_dim": config["qk_nope_head_dim"],
         "shared_head_dim": config["qk_rope_head_dim"],
-        "value_head_dim": config["v_head_dim"],
+        "v_head_dim": config["v_head_dim"],
         "norm_eps": config["rms_norm_eps"],
     }
 

@@ -209,18 +209,23 @@ def _new_config(config: LanguageModelConfig) -> CheckpointConfig:
 
 def _check_same(checkpoint: LanguageModelConfig, model: LanguageModelConfig) -> None:
     theirs, ours = _described(checkpoint), _described(model)
-    keys = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
-    if keys:
-        differences = ", ".join(f"{key} = {theirs.get(key)}, not {ours.get(key)}" for key in keys)
-        raise ValueError(f"the checkpoint's architecture is not the model's: {differences}")
+    if theirs["mixers"] != ours["mixers"]:
+        theirs, ours = ({"mixers": described["mixers"]} for described in (theirs, ours))
+    differences = [
+        f"{key} = {theirs[key]}, not {value}" for key, value in ours.items() if theirs[key] != value
+    ]
+    if differences:
+        raise ValueError(
+            f"the checkpoint's architecture is not the model's: {', '.join(differences)}"
+        )
 
 
 def _described(config: LanguageModelConfig) -> dict[str, Any]:
-    """All that two configs of one architecture agree in."""
+    """What two configs of one architecture agree in."""
     described = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     given = described.pop("mixer_options")
     described["mixers"] = config.layer_mixers
-    for mixer in set(config.layer_mixers):
-        for option, value in all_options(mixer, given.get(mixer, {})).items():
-            described[f"{mixer}.{option}"] = value
+    for mixer in sorted(set(config.layer_mixers)):
+        options = all_options(mixer, given.get(mixer, {}))
+        described |= {f"{mixer}.{option}": value for option, value in options.items()}
     return described

@@ -60,14 +60,14 @@ def _attention(config: CheckpointConfig) -> dict[str, Any]:
         "use_gate": True,
         "qk_norm": True,
         "norm_eps": config["rms_norm_eps"],
-        "norm_scale_offset": 1.0,
+        "zero_centered_norms": True,
     }
 
 
 def _family(linear_attention: Rules) -> Family:
     return Family(
         layer_mixers=_layer_mixers,
-        fields=lambda config: {**decoder.fields(config), "norm_scale_offset": 1.0},
+        fields=lambda config: {**decoder.fields(config), "zero_centered_norms": True},
         outside=decoder.OUTSIDE,
         layer=decoder.LAYER,
         blocks=((*decoder.NORMS, *decoder.MLP),),

@@ -15,7 +15,7 @@ from gla_layers.convert.files import TensorFiles
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 FLA = ["lm_gdn", "lm_kda"]
-MODELS = FLA
+MODELS = [*FLA, "hf_qwen3_next_lm", "hf_kimi_linear_lm"]
 
 # Ten times what correct float32 gives.
 TOLERANCE = 1e-4

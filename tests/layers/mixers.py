@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gla_layers import KDA, Attention, GatedDeltaNet, SimpleGLA
+from gla_layers import KDA, Attention, GatedDeltaNet, LatentAttention, SimpleGLA
 
 HIDDEN = 16
 MAX_LENGTH = 32
@@ -17,6 +17,9 @@ CLASSES: dict[str, Callable[..., nnx.Module]] = {
     "kda": functools.partial(KDA, HIDDEN, num_heads=1, num_v_heads=2, head_dim=8),
     "sgla": functools.partial(SimpleGLA, HIDDEN, num_heads=2, num_kv_heads=1),
     "attention": functools.partial(Attention, HIDDEN, num_heads=2, num_kv_heads=1),
+    "latent": functools.partial(
+        LatentAttention, HIDDEN, num_heads=2, kv_rank=6, head_dim=8, shared_head_dim=4
+    ),
 }
 LINEAR = ("gdn", "kda", "sgla")
 MIXERS = tuple(CLASSES)

@@ -16,6 +16,8 @@ from gla_layers import (
     Attention,
     GatedDeltaNet,
     GatedRMSNorm,
+    LatentAttention,
+    RMSNorm,
     ShardingConfig,
     ShortConvolution,
     SimpleGLA,
@@ -79,9 +81,17 @@ SMALL = {
     KDA: {"hidden_size": 16, "num_heads": 2, "head_dim": 8},
     SimpleGLA: {"hidden_size": 16, "num_heads": 2},
     Attention: {"hidden_size": 16, "num_heads": 2},
+    LatentAttention: {
+        "hidden_size": 16,
+        "num_heads": 2,
+        "kv_rank": 4,
+        "head_dim": 8,
+        "shared_head_dim": 2,
+    },
     SwiGLU: {"hidden_size": 16, "intermediate_size": 8},
     ShortConvolution: {"features": 4},
     GatedRMSNorm: {"num_features": 4},
+    RMSNorm: {"num_features": 4},
 }
 """Arguments of a small layer of each class."""
 
@@ -90,11 +100,12 @@ WRONG_VALUES = {
     int: (0, -1, 2.0, "2", True, math.nan),
     float: (0.0, math.nan, math.inf, "2", True),
 }
+UNUSED = (GatedRMSNorm, "rngs"), (RMSNorm, "rngs")
 ARGUMENTS = [
     (layer, argument, parameter.annotation)
     for layer in SMALL
     for argument, parameter in inspect.signature(layer.__init__).parameters.items()
-    if argument != "self" and (layer, argument) != (GatedRMSNorm, "rngs")  # which is not used
+    if argument != "self" and (layer, argument) not in UNUSED
 ]
 
 
