@@ -13,9 +13,9 @@ from .tuning import tuning
 
 
 def forward(options, tokens, states, packing, chunk_document):
-    """See `operation.py`. Residuals: S before each chunk, T^T in float32, and u."""
+    """See `operation.py`. Residuals: S before each chunk, T^T in float32, and x."""
     (o, states), saved = _forward(options, tokens, states, packing, chunk_document, save=True)
-    return (o, states), dict(zip(("states", "inverse", "u"), saved, strict=True))
+    return (o, states), dict(zip(("states", "inverse", "x"), saved, strict=True))
 
 
 def outputs(options, tokens, states, packing, chunk_document):
@@ -27,7 +27,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
     q, _, v, *_ = tokens
     one_chunk = chunk_document is not None
     blocks = Blocks.of(q, v, tuning("gated_delta_rule_forward"), one_chunk=one_chunk)
-    o, states, chunk_states, inverse, u = gated_delta_rule_forward.forward(
+    o, states, chunk_states, inverse, x = gated_delta_rule_forward.forward(
         blocks,
         options,
         save,
@@ -40,7 +40,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
     if not save:
         return (o, states), None
     chunk_states = chunk_states[..., :key_size, :value_size]
-    return (o, states), (chunk_states, inverse, u[..., :value_size])
+    return (o, states), (chunk_states, inverse, x[..., :value_size])
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
@@ -61,7 +61,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         flat_tokens(do, blocks.value_size, dtype),
         pad_states(residuals["states"], blocks),
         residuals["inverse"],
-        pad_heads(residuals["u"], blocks.value_size),
+        pad_heads(residuals["x"], blocks.value_size),
         pad_states(dstates, blocks),
     )
     dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))

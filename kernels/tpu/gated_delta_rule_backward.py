@@ -1,11 +1,12 @@
 """Gated delta rule backward: one fused kernel, backward in time, dS in vector memory.
 
-Per value head and chunk, with the forward's S (before the chunk), T^T, u, A and decays, dS the
+Per value head and chunk, with the forward's S (before the chunk), T^T, x, A and decays, dS the
 gradient of the state after the chunk, and s the scale:
 
+    u = T x
     d_after = end * beta * (k dS)
     du = s A^T do + d_after
-    dx = T^T du                                      x = v - start * k S, so dv = dx
+    dx = T^T du                                      dv = dx
     dA = s (do u^T) * pairs * beta_j
     dM = -strict(dx u^T) * pairs * beta_j            no gradient passes through the inverse
     dq     = dA k + (s start * do) S^T
@@ -57,7 +58,7 @@ from .blocks import (
 )
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
-from .dots import NT, dot
+from .dots import NT, TN, dot
 from .heads import HeadWriter, own_state, place_lanes, place_state, read_head
 from .keys import KeyGradientWriter, read_keys
 from .lockstep import lockstep
@@ -75,7 +76,7 @@ def backward(
     do: Float[Array, "B T HV*V"],
     chunk_states: Float[Array, "B HV chunks K V"],
     inverses: Float[Array, "B HV chunks C C"],
-    us: Float[Array, "B HV chunks C V"],
+    xs: Float[Array, "B HV chunks C V"],
     dstates: Float[Array, "B N HV K V"],
 ):
     """Gradients of q, k, v, g, beta and of the initial states.
@@ -114,7 +115,7 @@ def backward(
         scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
     )
     operands = (
-        *prefetched, q, k, g, beta, row_document, do, chunk_states, inverses, us, dstates,
+        *prefetched, q, k, g, beta, row_document, do, chunk_states, inverses, xs, dstates,
     )  # fmt: skip
     return pallas_call(
         functools.partial(_kernel, blocks, options),
@@ -147,7 +148,7 @@ def _kernel(
     do,
     chunk_states,
     inverses,
-    us,
+    xs,
     dfinal_state,
     dq,
     dk,
@@ -165,7 +166,7 @@ def _kernel(
             dstate[h] = place_state(dfinal_state[h], h, blocks)
 
     clear_padding(blocks, padding, row_document, q, k, do)
-    clear_missing_chunks(blocks, chunk_states, inverses, us)
+    clear_missing_chunks(blocks, chunk_states, inverses, xs)
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
     value_lanes = blocks.state_lanes[1]
@@ -199,8 +200,10 @@ def _kernel(
         attention = (options.scale * scores * pairs).astype(dtype)
         after = dstate[h]
         doh = read_head(do, chunk, h, blocks.value_size)
-        u = place_lanes(us[h, chunk], h, blocks.value_size)
+        x = place_lanes(xs[h, chunk], h, blocks.value_size)
         before = place_state(chunk_states[h, chunk], h, blocks)
+        yield
+        u = dot(inverses[h, chunk], x, precision, TN)
         yield
         d_after = ends * dot(kh, after, precision)
         yield

@@ -10,8 +10,8 @@ a chunk and S' the one that leaves it, per chunk and value head:
     S' = e^G_C S + E^T u                      E = beta e^(G_C - G) k
        = e^G_C S - (E^T T e^G k) S + E^T T v
 
-Only the last line runs chunk by chunk. Saved for the backward pass: every S, T^T and u. From the
-gradients do and dS' it computes
+Only the last line runs chunk by chunk. Saved for the backward pass: every S, T^T and x, u being
+one product away. From the gradients do and dS' it computes
 
     du = A^T do + E dS'
     dx = T^T du
@@ -51,7 +51,7 @@ from .chunks import (
 
 
 def forward(options, states, tokens, documents, chunk_document):
-    """Outputs and new states; as residuals the states that entered the chunks, T^T and u."""
+    """Outputs and new states; as residuals the states that entered the chunks, T^T and x."""
     storage = storage_dtype(*tokens[:3])
     dots = Dots.of(options, storage)
     q, k, v, g, beta = _chunked(options, tokens)
@@ -69,14 +69,14 @@ def forward(options, states, tokens, documents, chunk_document):
     new_states, entered = carry_states(step, states, added, inputs, chunk_document)
     entered = entered.astype(storage)
 
-    x = v - entering * dots("...ik,...kv->...iv", k, entered)
+    x = (v - entering * dots("...ik,...kv->...iv", k, entered)).astype(storage)
     u = dots("...ij,...jv->...iv", inverse, x)
     attention = dots("...ik,...jk->...ij", q, k) * between
     attention = computed_once(attention.astype(dots.dtype))
     o = dots("...ij,...jv->...iv", attention, u)
     o += entering * dots("...ik,...kv->...iv", q, entered)
     o = (options.scale * o).astype(tokens[2].dtype)
-    residuals = {"states": entered, "inverse": jnp.swapaxes(inverse, -1, -2), "u": u}
+    residuals = {"states": entered, "inverse": jnp.swapaxes(inverse, -1, -2), "x": x}
     residuals = {name: ungroup(x) for name, x in residuals.items()}
     return chunks_to_tiles(ungroup(o)), new_states, residuals
 
@@ -87,9 +87,10 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     q, k, _, g, beta = _chunked(options, tokens)
     decay = HeadDecay.of(g, documents)
     do = group(tiles_to_chunks(do), q.shape[1])
-    entered, inverse, u = (
-        group(residuals[name], q.shape[1]) for name in ("states", "inverse", "u")
+    entered, inverse, x = (
+        group(residuals[name], q.shape[1]) for name in ("states", "inverse", "x")
     )
+    u = dots("...ji,...jv->...iv", inverse, x)
     between = decay.between * beta[..., None, :]
     entering, leaving = decay.entering[..., None], (beta * decay.leaving)[..., None]
 
