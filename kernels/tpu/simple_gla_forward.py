@@ -3,11 +3,14 @@
 Per value head and chunk of C tokens, with the decays of `decay.py` and the chunk's initial state S:
 
     A  = (q k^T) * pairs                         [C, C]
-    o  = scale [A | q * start] [v; S]            one product of depth C + K
+    o  = scale (A v + (q * start) S)
     S <- total S + k^T (end * v)
 
 Saved for the backward: S before each chunk, in the compute dtype. Recomputing the states would
 cost more traffic than it saves.
+
+The two products of o as one, of depth C + K, take a v6e chip 0.157 rather than 0.159 million
+cycles, but 0.496 rather than 0.480 in float32, where each is six.
 """
 
 import functools
@@ -129,11 +132,9 @@ def _kernel(
             chunk_states[h, chunk] = own_state(before, h, blocks).astype(dtype)
         attention = (scores * pairs).astype(dtype)
         reads = (qh * widen(start, key_lanes)).astype(dtype)
-        oh = dot(
-            jnp.concatenate([attention, reads], axis=1),
-            jnp.concatenate([vh, before.astype(dtype)], axis=0),
-            options.precision,
-        )
+        oh = dot(attention, vh, options.precision)
+        yield
+        oh += dot(reads, before.astype(dtype), options.precision)
         yield
         output.write(chunk, h, options.scale * oh)
         writes = (vh * widen(end, value_lanes)).astype(dtype)
