@@ -128,7 +128,8 @@ def check_packing(
             )
         if is_concrete(cu_seqlens):
             offsets = np.asarray(cu_seqlens)
-            if offsets[0] != 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > length:
+            falls = np.any(offsets[1:] < offsets[:-1])
+            if offsets[0] != 0 or falls or offsets[-1] > length:
                 raise ValueError(
                     f"cu_seqlens must rise from 0 to at most T = {length}, got {offsets.tolist()}"
                 )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from . import arguments
 from .context_parallel import Stretches, context_parallel
 from .implementation import Implementation, Options
-from .packing import Alignment, Packing
+from .packing import Alignment, Packing, poisoned_unless_rising
 from .sharding import Placement, needs_partition, warn_of_fallback
 
 Tokens = tuple[Array, ...]
@@ -87,6 +87,12 @@ class Operation:
         per_document = packed and (has_documents or output_final_state)
         if per_document and segment_ids is not None:
             _check_num_documents(segment_ids, num_documents)
+        poison = None
+        if cu_seqlens is not None and not arguments.is_concrete(cu_seqlens):
+            cu_seqlens, poison = poisoned_unless_rising(cu_seqlens, length)
+            if not per_document:
+                state = jnp.float32(0) if initial_state is None else initial_state
+                initial_state = jnp.broadcast_to(_add(state, poison), state_shape)
         placement = Placement.of(q, k, v, partition)
         options = Options(
             scale=float(k.shape[-1] ** -0.5 if scale is None else scale),
@@ -105,8 +111,12 @@ class Operation:
         )
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
         if placement is None:
-            return run(*arrays)
-        return placement.run(run, *arrays, state_per_document=per_document)
+            outputs = run(*arrays)
+        else:
+            outputs = placement.run(run, *arrays, state_per_document=per_document)
+        if poison is not None and per_document:
+            outputs = jax.tree.map(lambda x: _add(x, poison), outputs)
+        return outputs
 
     def _lay_out(
         self,
@@ -238,6 +248,10 @@ class Operation:
 def clamp_decay(g: Float[Array, "..."]) -> Float[Array, "..."]:
     """A log decay above 0 acts as 0 and gets gradient 0."""
     return jnp.where(g > 0, 0, g)
+
+
+def _add(x: Array, scalar: Float[Array, ""]) -> Array:
+    return x + scalar.astype(x.dtype)
 
 
 def _num_documents(

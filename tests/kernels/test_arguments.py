@@ -1,7 +1,10 @@
 """Wrong calls: each gives one sentence that names the argument, before anything is traced."""
 
+import fractions
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gla_layers import kernels
@@ -113,6 +116,8 @@ WRONG = {
         "max_num_segments must be an integer of at least 1, got 0",
     ),
     "scale an array": ({"scale": zeros(1)}, "scale must be None or a finite number"),
+    "scale a flag": ({"scale": True}, "scale must be None or a finite number, got True"),
+    "scale a text": ({"scale": "1"}, "scale must be None or a finite number, got '1'"),
     "scale infinite": ({"scale": float("inf")}, "scale must be None or a finite number"),
     "an unknown implementation": (
         {"implementation": "triton"},
@@ -122,7 +127,29 @@ WRONG = {
         {"precision": "exact"},
         "precision must be None or a jax.lax.Precision, or its name .* got 'exact'",
     ),
+    "a precision of another kind": ({"precision": 3}, "precision must be None .*, got 3"),
     "qk_l2norm a number": ({"qk_l2norm": 1}, "qk_l2norm must be True or False, got 1"),
+    "qk_l2norm a text": ({"qk_l2norm": "no"}, "qk_l2norm must be True or False, got 'no'"),
+    "output_final_state a text": (
+        {"output_final_state": "no"},
+        "output_final_state must be True or False, got 'no'",
+    ),
+    "a number of documents that is none": (
+        {"segment_ids": IDS, "max_num_segments": True},
+        "max_num_segments must be an integer of at least 1, got True",
+    ),
+    "segment ids a list": (
+        {"segment_ids": [[1] * T] * B},
+        "segment_ids must be an integer array, got list",
+    ),
+    "a state that is none": (
+        {"initial_state": 0},
+        "initial_state must be an array .* got int",
+    ),
+    "a partition of another kind": (
+        {"partition": ("data",)},
+        "partition must be None or a PartitionSpec",
+    ),
     "output_final_state an array": (
         {"output_final_state": zeros(1)},
         "output_final_state must be True or False",
@@ -140,11 +167,24 @@ def test_wrong_call(op, change, message):
 
 
 @pytest.mark.parametrize(
+    "scale", [2, 0.5, np.float32(0.5), np.float16(0.5), np.int64(2), fractions.Fraction(1, 2)]
+)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_scale_is_any_real_number(op, scale):
+    ones = {name: jnp.ones_like(x) for name, x in good_call(op).items()}
+    o, _ = op.recurrent(**ones, scale=scale, qk_l2norm=np.bool_(True))
+    expected, _ = op.recurrent(**ones, scale=float(scale), qk_l2norm=True)
+    np.testing.assert_array_equal(o, expected)
+
+
+@pytest.mark.parametrize(
     ("offsets", "message"),
     [
         ([0, 5, 3, T], "cu_seqlens must rise from 0 to at most T = 8"),
         ([1, T], "cu_seqlens must rise from 0"),
         ([0, T + 1], "cu_seqlens must rise from 0 to at most T = 8"),
+        (np.array([0, 5, 3, T], "uint8"), "cu_seqlens must rise from 0 to at most T = 8"),
+        ([[0, 1], [2, T]], r"cu_seqlens must be \[N \+ 1\] with N >= 1"),
         ([0], r"cu_seqlens must be \[N \+ 1\] with N >= 1"),
         ([[0, T]], r"cu_seqlens must be \[N \+ 1\] with N >= 1"),
         ([0.0, 8.0], "cu_seqlens must be an integer array"),
@@ -153,6 +193,30 @@ def test_wrong_call(op, change, message):
 def test_wrong_cu_seqlens(offsets, message):
     with pytest.raises(ValueError, match=message):
         kernels.chunk_gated_delta_rule(**ONE_ROW, cu_seqlens=jnp.asarray(offsets))
+
+
+def one_row(op):
+    gate = (1, T, HV, K) if op.per_channel else (1, T, HV)
+    return {name: x[:1] for name, x in good_call(op).items()} | {"g": zeros(*gate)}
+
+
+@pytest.mark.parametrize("per_document", [False, True], ids=["row", "states"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas_tpu"])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_wrong_cu_seqlens_that_are_traced_give_nan(op, implementation, per_document):
+    @jax.jit
+    def run(cu_seqlens):
+        return op.chunk(
+            **one_row(op),
+            cu_seqlens=cu_seqlens,
+            implementation=implementation,
+            output_final_state=per_document,
+        )
+
+    for right in ([0, 3, 5, T], [0, 0, T, T], [0, 2, 4, 6], [0, 0, 0, 0]):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(run(jnp.asarray(right))))
+    for wrong in ([0, 5, 3, T], [1, 3, 5, T], [0, 3, 5, T + 1], [0, 5, T, 0], [-1, 3, 5, T]):
+        assert all(np.isnan(x).all() for x in jax.tree.leaves(run(jnp.asarray(wrong))))
 
 
 def test_wrong_gates():
