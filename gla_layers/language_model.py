@@ -323,6 +323,7 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"tokens must be [B, T] with T >= {minimum}, got shape {tokens.shape}")
         check_segment_ids(segment_ids, tokens.shape)
         vocab_size = self.config.vocab_size
+        tokens = jnp.asarray(tokens)
         tokens = tokens.astype(jnp.result_type(tokens.dtype, jnp.int32))
         if segment_ids is not None:
             tokens = jnp.where(segment_ids == 0, 0, tokens)

@@ -153,6 +153,12 @@ def test_tokens_of_any_integer_type(dtype):
         np.testing.assert_array_equal(actual, reference)
 
 
+def test_tokens_of_numpy():
+    model, tokens = make_model(), np.arange(5, dtype=np.int64)[None]
+    np.testing.assert_array_equal(logits_of(model, tokens), logits_of(model, jnp.arange(5)[None]))
+    assert np.isfinite(model.loss(tokens))
+
+
 def test_loss_never_holds_all_logits():
     model = make_model()
     tokens = random_tokens(2, 301)

@@ -55,6 +55,10 @@ class Rule:
             parameters=tuple(parameter_prefix + path for path in self.parameters),
         )
 
+    def of_heads(self, heads: int) -> Self:
+        """The same rule where the number of heads is known."""
+        return dataclasses.replace(self, heads=heads)
+
     def tensor_shape(self, shapes: Sequence[Shape]) -> Shape:
         """The tensor's shape from those of the parameters."""
         channels, *rest = zip(*self._part_shapes(shapes), strict=True)

@@ -46,7 +46,7 @@ class MixerFamily:
     def rules(self, names: Collection[str], options: Mapping[str, Any]) -> list[Rule]:
         """The rules of the naming that comes closest to these names, without the prefix."""
         heads = options["num_heads"]
-        return [dataclasses.replace(rule, heads=heads) for rule in _closest(self.layouts, names)]
+        return [rule.of_heads(heads) for rule in _closest(self.layouts, names)]
 
 
 @dataclasses.dataclass(frozen=True)

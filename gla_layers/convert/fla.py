@@ -30,7 +30,7 @@ MIXER_FIELDS = {
         *("gate_logit_normalizer", "use_short_conv", "conv_size", "elementwise_affine"),
         "norm_eps",
     ),
-    "attention": ("num_heads", "num_kv_heads", "rope_theta"),
+    "attention": ("num_heads", "num_kv_heads", "rope_theta", "qkv_bias"),
 }
 """The options of each mixer that it holds; those of attention are in its `attn`."""
 
@@ -48,6 +48,7 @@ ARCHITECTURES = {
 }
 
 PROJECTIONS = tuple(linear(f"{x}_proj") for x in "qkvo")
+ATTENTION = (*PROJECTIONS, *(bias(f"{x}_proj") for x in "qkv"))
 CONVOLVED = (
     *PROJECTIONS,
     *(convolution(f"{x}_conv1d") for x in "qkv"),
@@ -113,7 +114,7 @@ def _family(mixer: str) -> Family:
         mixers={
             mixer: MixerFamily("attn.", lambda config: _options(mixer, config), LAYOUTS[mixer]),
             "attention": MixerFamily(
-                "attn.", lambda config: _options("attention", _attention(config)), (PROJECTIONS,)
+                "attn.", lambda config: _options("attention", _attention(config)), (ATTENTION,)
             ),
         },
         write_config=write_config,
@@ -131,7 +132,7 @@ def _attention(config: CheckpointConfig) -> CheckpointConfig:
             f"config.json has attention layers of several kinds, {kinds}, expected one"
         )
     settings = CheckpointConfig({"rope_theta": 10_000.0} | (kinds[0] if kinds else {}))
-    settings.require(window_size=(None,), qkv_bias=(False,))
+    settings.require(window_size=(None,))
     return CheckpointConfig(settings, layers=layers)
 
 

@@ -69,10 +69,8 @@ def fill(
     _check(parameters, rules, tensors, ignore)
     values = {}
     for rule in rules:
-        shapes = [parameters[path].shape for path in rule.parameters]
-        parts = rule.split(tensors.read(rule.tensor), shapes)
-        for path, part in zip(rule.parameters, parts, strict=True):
-            values[path] = _on_device(part, parameters[path])
+        held = [parameters[path] for path in rule.parameters]
+        values |= zip(rule.parameters, _read(rule, tensors, held), strict=True)
     filled = [(path, p.replace(values[_dotted(path)])) for path, p in flat]
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
@@ -94,6 +92,11 @@ def tensor(rule: Rule, parameters: Mapping[str, nnx.Param]) -> np.ndarray:
 
 def _dotted(path: Sequence[Any]) -> str:
     return ".".join(map(str, path))
+
+
+def _read(rule: Rule, tensors: Tensors, held: list[nnx.Param]) -> list[jax.Array]:
+    parts = rule.split(tensors.read(rule.tensor), [parameter.shape for parameter in held])
+    return [_on_device(part, parameter) for part, parameter in zip(parts, held, strict=True)]
 
 
 def _on_device(value: np.ndarray, parameter: nnx.Param) -> jax.Array:

@@ -12,53 +12,98 @@ OPTIONS = {
     "no-position": {"rope_theta": None},
     "gated": {"use_gate": True, "rope_theta": 100.0},
     "heads-as-many": {"num_kv_heads": 2, "head_dim": 6},
+    "partial-rope": {"rotary_dim": 4},
+    "biases": {"qkv_bias": True},
+    "norms": {"qk_norm": True, "norm_eps": 1e-2},
+    "zero-centered-norms": {"qk_norm": True, "zero_centered_norms": True},
 }
 
 
-def rotate(x, position, theta):
-    """Rotate channel pairs (i, i + D / 2) as complex numbers."""
-    half = x.shape[-1] // 2
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(
-        1j * position * theta ** (-np.arange(half) / half)
+def rotate(x, position, layer):
+    """Rotate channel pairs (i, i + D / 2) of the first D as complex numbers."""
+    half = layer.rotary_dim // 2
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(
+        1j * position * layer.rope_theta ** (-np.arange(half) / half)
     )
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
 
-def definition(layer, x, ids):
-    """Query by query, in numpy."""
-    x = np.asarray(x, np.float64)
-    heads, size = layer.num_heads, layer.head_dim
+def normed(x, norm):
+    scale = np.asarray(norm.scale[...], np.float64) + norm.zero_centered
+    return scale * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + norm.epsilon)
 
-    def project(name):
-        return (x @ np.asarray(getattr(layer, name).kernel[...], np.float64)).reshape(
-            *x.shape[:2], -1, size
-        )
 
-    q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
-    o = np.zeros(q.shape)
+def softmax_attention(q, k, v, ids):
+    """Query by query: each sees its document's tokens up to its own."""
+    o = np.zeros((*q.shape[:3], v.shape[-1]))
     for b, t, h in np.ndindex(q.shape[:3]):
         if ids[b, t] == 0:
             continue
-        kv = h // (heads // k.shape[2])
-        keys = [s for s in range(t + 1) if ids[b, s] == ids[b, t]]
-        query, key = q[b, t, h], k[b, keys, kv]
-        if layer.rope_theta is not None:
-            query = rotate(query, t, layer.rope_theta)
-            key = np.stack([rotate(k[b, s, kv], s, layer.rope_theta) for s in keys])
-        weights = np.exp(key @ query / np.sqrt(size))
-        o[b, t, h] = weights @ v[b, keys, kv] / weights.sum()
-    o = o.reshape(*x.shape[:2], -1)
+        kv = h // (q.shape[2] // k.shape[2])
+        seen = [s for s in range(t + 1) if ids[b, s] == ids[b, t]]
+        weights = np.exp(k[b, seen, kv] @ q[b, t, h] / np.sqrt(q.shape[-1]))
+        o[b, t, h] = weights @ v[b, seen, kv] / weights.sum()
+    return o.reshape(*o.shape[:2], -1)
+
+
+def positions(ids):
+    """How many tokens of its document come before each token."""
+    return np.stack([[np.sum(row[:t] == row[t]) for t in range(len(row))] for row in ids])
+
+
+def definition(layer, x, ids):
+    """In numpy."""
+    x = np.asarray(x, np.float64)
+
+    def project(linear):
+        y = x @ np.asarray(linear.kernel[...], np.float64)
+        return y if linear.bias is None else y + np.asarray(linear.bias[...], np.float64)
+
+    q, k, v = (
+        project(linear).reshape(*x.shape[:2], -1, layer.head_dim)
+        for linear in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    if layer.q_norm is not None:
+        q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
+    if layer.rope_theta is not None:
+        position = positions(ids)[..., None, None]
+        q, k = rotate(q, position, layer), rotate(k, position, layer)
+    o = softmax_attention(q, k, v, ids)
     if layer.g_proj is not None:
-        o = o / (1 + np.exp(-project("g_proj").reshape(o.shape)))
+        o = o / (1 + np.exp(-project(layer.g_proj)))
     return o @ np.asarray(layer.o_proj.kernel[...], np.float64)
+
+
+def latent_definition(layer, x, ids):
+    """In numpy, for the layer of mixers.py: 2 heads, keys of 8 + 4, values of 8, latents of 6."""
+    x = np.asarray(x, np.float64)
+    weights = {
+        name: np.asarray(getattr(layer, name).kernel[...], np.float64)
+        for name in ("q_proj", "kv_a_proj", "kv_b_proj", "o_proj")
+    }
+    q = (x @ weights["q_proj"]).reshape(*x.shape[:2], 2, 12)
+    compressed = x @ weights["kv_a_proj"]
+    latent = normed(compressed[..., :6], layer.kv_a_norm)
+    expanded = (latent @ weights["kv_b_proj"]).reshape(*x.shape[:2], 2, 16)
+    shared = np.stack([compressed[..., 6:]] * 2, axis=2)
+    k = np.concatenate([expanded[..., :8], shared], axis=-1)
+    return softmax_attention(q, k, expanded[..., 8:], ids) @ weights["o_proj"]
+
+
+IDS = np.asarray([[1] * 5 + [2] * 6 + [0], [0] * 3 + [4] * 9])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_definition(options):
     layer, x = make("attention", **options), inputs(2, 12)
-    ids = np.asarray([[1] * 5 + [2] * 6 + [0], [0] * 3 + [4] * 9])
-    y = run(layer, x, None, jnp.asarray(ids))
-    assert difference(y, definition(layer, x, ids)) < 1e-5
+    y = run(layer, x, None, jnp.asarray(IDS))
+    assert difference(y, definition(layer, x, IDS)) < 1e-5
+
+
+def test_latent_definition():
+    layer, x = make("latent"), inputs(2, 12)
+    y = run(layer, x, None, jnp.asarray(IDS))
+    assert difference(y, latent_definition(layer, x, IDS)) < 1e-5
 
 
 def test_decoding_token_by_token():
