@@ -15,6 +15,11 @@ from gla_layers import ShardingConfig, float32_mask, weight_decay_mask
 from .mixers import CLASSES, LINEAR, MIXERS, make
 
 UNDECAYED = {"A_log", "dt_bias", "scale", "bias"}
+EVERY_PARAMETER = dict.fromkeys(LINEAR, {"conv_bias": True}) | {
+    "attention": {"use_gate": True, "qkv_bias": True, "qk_norm": True},
+    "latent": {},
+}
+"""The options with which a layer has every parameter that it may have."""
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -51,11 +56,10 @@ def test_nothing_is_annotated_by_default(name):
 @pytest.mark.parametrize("preset", [ShardingConfig.fsdp, ShardingConfig.fsdp_tensor])
 @pytest.mark.parametrize("name", MIXERS)
 def test_presets_annotate_every_parameter(name, preset):
-    options = {"conv_bias": True} if name in LINEAR else {"use_gate": True}
     mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
     with jax.set_mesh(mesh):
         layer = nnx.eval_shape(
-            lambda: CLASSES[name](sharding=preset(), **options, rngs=nnx.Rngs(0))
+            lambda: CLASSES[name](sharding=preset(), **EVERY_PARAMETER[name], rngs=nnx.Rngs(0))
         )
     for path, p in nnx.to_flat_state(nnx.state(layer)):
         assert len(p.get_metadata()["out_sharding"]) == p.ndim, path
