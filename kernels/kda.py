@@ -63,7 +63,8 @@ def chunk_kda(
         segment_ids: packing: the state starts afresh where the id differs from the token before;
             0 is padding, which gives `o = 0` and leaves the state alone.
         cu_seqlens: packing in the other notation, for `B = 1`: document n holds the tokens from
-            `cu_seqlens[n]` up to `cu_seqlens[n + 1]`. An empty document keeps its state.
+            `cu_seqlens[n]` up to `cu_seqlens[n + 1]`. An empty document keeps its state. Offsets
+            that turn out, in a traced call, not to rise from 0 to at most T give NaN throughout.
         max_num_segments: documents a row to return states for, with `segment_ids`. A row that
             turns out, in a traced call, to hold more gets NaN states.
         qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
@@ -83,6 +84,11 @@ def chunk_kda(
 
     Raises:
         ValueError: an argument's shape, dtype or combination is wrong.
+
+    Note:
+        No token sees a later one or another document, as long as all inputs but g are finite: what
+        is not (a NaN in g included) may reach all tokens of its row from 127 before it on, as
+        matrix products multiply it by 0.
 
     Source: Kimi Team, "Kimi Linear" (arXiv:2510.26692). The chunked form is exact for any decay.
 
