@@ -16,6 +16,8 @@ from .rms_norm import RMSNorm
 from .sharding import UNANNOTATED, ShardingConfig, metadata
 from .softmax_attention import SoftmaxAttention
 
+QK_NORMS = ("per_head", "all_heads")
+
 
 class Attention(SoftmaxAttention):
     """Causal softmax attention with grouped key and value heads.
@@ -45,7 +47,7 @@ class Attention(SoftmaxAttention):
         rope_theta: float | None = 10_000.0,
         rotary_dim: int | None = None,
         qkv_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: str | None = None,
         use_gate: bool = False,
         norm_eps: float = 1e-6,
         zero_centered_norms: bool = False,
@@ -66,7 +68,8 @@ class Attention(SoftmaxAttention):
             rope_theta: base of the rotary position embedding, or None for no position.
             rotary_dim: channels of a head, from the first, that carry the position; all by default.
             qkv_bias: whether the projections to q, k and v have biases.
-            qk_norm: whether every head of q and k goes through an `RMSNorm`.
+            qk_norm: what of q and k goes through an `RMSNorm` at a time: "per_head", a head;
+                "all_heads", all of them; or None.
             use_gate: whether the output is multiplied by the sigmoid of a projection of x.
             norm_eps: of these norms.
             zero_centered_norms: whether these norms add 1 to their scales.
@@ -100,10 +103,11 @@ class Attention(SoftmaxAttention):
                 )
         check_flags(
             qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
             use_gate=use_gate,
             zero_centered_norms=zero_centered_norms,
         )
+        if qk_norm is not None and qk_norm not in QK_NORMS:
+            raise ValueError(f"qk_norm must be None or one of {QK_NORMS}, got {qk_norm!r}")
         norm_eps = positive("norm_eps", norm_eps)
         super().__init__(
             hidden_size,
@@ -124,6 +128,7 @@ class Attention(SoftmaxAttention):
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         self.rotary_dim = rotary_dim
+        self.qk_norm = qk_norm
         into = {"spec": sharding.in_kernel, "rngs": rngs}
         self.q_proj = self._linear(hidden_size, features, **into, use_bias=qkv_bias)
         self.k_proj = self._linear(hidden_size, kv_features, **into, use_bias=qkv_bias)
@@ -131,26 +136,31 @@ class Attention(SoftmaxAttention):
         self.g_proj = self._linear(hidden_size, features, **into) if use_gate else nnx.data(None)
         self.o_proj = self._linear(features, hidden_size, sharding.out_kernel, rngs)
 
-        def norm() -> RMSNorm:
+        def norm(heads: int) -> RMSNorm:
             return RMSNorm(
-                head_dim,
+                head_dim if qk_norm == "per_head" else heads * head_dim,
                 epsilon=norm_eps,
                 zero_centered=zero_centered_norms,
                 scale_metadata=metadata(sharding.norm),
                 rngs=rngs,
             )
 
-        self.q_norm = norm() if qk_norm else nnx.data(None)
-        self.k_norm = norm() if qk_norm else nnx.data(None)
+        self.q_norm = nnx.data(None) if qk_norm is None else norm(num_heads)
+        self.k_norm = nnx.data(None) if qk_norm is None else norm(num_kv_heads)
 
     def _project(self, x, position):
-        q, k, v = (
-            y.reshape(*y.shape[:2], y.shape[2] // self.head_dim, self.head_dim)
-            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = self._normed_heads(self.q_proj(x), self.q_norm)
+        k = self._normed_heads(self.k_proj(x), self.k_norm)
+        v = self._normed_heads(self.v_proj(x), None)
         return self._rotate(q, position), self._rotate(k, position), v
+
+    def _normed_heads(self, x, norm):
+        heads = x.reshape(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim)
+        if norm is None:
+            return heads
+        if self.qk_norm == "per_head":
+            return norm(heads)
+        return norm(x).reshape(heads.shape)
 
     def _rotate(self, x, position):
         if self.rope_theta is None:

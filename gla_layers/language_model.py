@@ -83,15 +83,22 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`; with post_norm, `norm(mixer(x))` and so on."""
 
     def __init__(
-        self, mixer: nnx.Module, mlp: nnx.Module, mixer_norm: nnx.Module, mlp_norm: nnx.Module
+        self,
+        mixer: nnx.Module,
+        mlp: nnx.Module,
+        mixer_norm: nnx.Module,
+        mlp_norm: nnx.Module,
+        *,
+        post_norm: bool,
     ):
         self.mixer_norm = mixer_norm
         self.mixer = mixer
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.post_norm = post_norm
 
     def __call__(
         self,
@@ -100,10 +107,14 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], LinearAttentionState | AttentionState | None]:
         """The outputs, and the mixer's new state where there was one."""
-        mixed = self.mixer(self.mixer_norm(x), state=state, segment_ids=segment_ids)
+        y = x if self.post_norm else self.mixer_norm(x)
+        y = self.mixer(y, state=state, segment_ids=segment_ids)
         if state is not None:
-            mixed, state = mixed
-        x = x + mixed
+            y, state = y
+        if self.post_norm:
+            x = x + self.mixer_norm(y)
+            return x + self.mlp_norm(self.mlp(x)), state
+        x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
 
 
@@ -187,7 +198,7 @@ class LanguageModel(nnx.Module):
             mlp = SwiGLU(
                 config.hidden_size, config.intermediate_size, sharding=sharding, **matrices
             )
-            return Block(mixer, mlp, norm(), norm())
+            return Block(mixer, mlp, norm(), norm(), post_norm=name in config.post_norm_mixers)
 
         self.config = config
         self.precision = precision

@@ -60,6 +60,8 @@ class LanguageModelConfig:
             `LanguageModel` or another field here sets for the whole model.
         tie_embeddings: whether the output projection is the embedding.
         norm_eps: epsilon of the block norms and the final norm.
+        post_norm_mixers: names of mixers whose blocks norm what they add to the residual stream, in
+            place of what they read of it.
         zero_centered_norms: whether these norms add 1 to their scales, which then start from 0.
 
     Raises:
@@ -81,6 +83,7 @@ class LanguageModelConfig:
     mixer_options: Mapping[str, Mapping[str, Any]] = FrozenDict()
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
+    post_norm_mixers: tuple[str, ...] = ()
     zero_centered_norms: bool = False
 
     def __post_init__(self) -> None:
@@ -91,7 +94,14 @@ class LanguageModelConfig:
             tie_embeddings=self.tie_embeddings, zero_centered_norms=self.zero_centered_norms
         )
         object.__setattr__(self, "norm_eps", positive("norm_eps", self.norm_eps))
-        object.__setattr__(self, "mixers", _checked_mixers(self.mixers, self.num_layers))
+        object.__setattr__(self, "mixers", _checked_names("mixers", self.mixers))
+        if not 1 <= len(self.mixers) <= self.num_layers:
+            raise ValueError(
+                f"mixers must hold from 1 to num_layers = {self.num_layers} names, "
+                f"got {len(self.mixers)}"
+            )
+        post_norm_mixers = _checked_names("post_norm_mixers", self.post_norm_mixers)
+        object.__setattr__(self, "post_norm_mixers", post_norm_mixers)
         object.__setattr__(self, "mixer_options", _checked_options(self.mixer_options))
 
     @property
@@ -166,18 +176,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """The fields of the named sizes."""
 
 
-def _checked_mixers(mixers: Iterable[str], num_layers: int) -> tuple[str, ...]:
+def _checked_names(field: str, mixers: Iterable[str]) -> tuple[str, ...]:
     if not isinstance(mixers, (tuple, list)):
-        raise ValueError(f"mixers must be a tuple of names, got {mixers!r}")
-    mixers = tuple(mixers)
-    if not 1 <= len(mixers) <= num_layers:
-        raise ValueError(
-            f"mixers must hold from 1 to num_layers = {num_layers} names, got {len(mixers)}"
-        )
+        raise ValueError(f"{field} must be a tuple of names, got {mixers!r}")
     for name in mixers:
         if name not in MIXERS:
             raise ValueError(_unknown("mixer", name, MIXERS))
-    return mixers
+    return tuple(mixers)
 
 
 def _checked_options(mixer_options: Mapping[str, Mapping[str, Any]]) -> FrozenDict:

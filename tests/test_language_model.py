@@ -245,6 +245,19 @@ def test_mixers_repeat_down_the_layers():
     assert names == ["KDA", "Attention"]
 
 
+def test_norms_of_what_is_read_and_of_what_is_added():
+    model = make_model(("attention", "kda"), post_norm_mixers=("kda",), zero_centered_norms=True)
+    tokens = random_tokens(1, 6)
+    x = model.embed(tokens)
+    first, second = model.layers
+    x = x + first.mixer(first.mixer_norm(x))
+    x = x + first.mlp(first.mlp_norm(x))
+    x = x + second.mixer_norm(second.mixer(x))
+    x = x + second.mlp_norm(second.mlp(x))
+    assert close(logits_of(model, tokens), model.head(model.norm(x)))
+    assert np.all(first.mixer_norm.scale[...] == 0)
+
+
 def test_config_is_hashable_and_survives_json_types():
     config = make_config()
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -291,6 +304,9 @@ def test_numbers_of_numpy_become_those_of_python():
         ({"mixer_options": {"kda": {"self": 8}}}, "'self' is no option of mixer 'kda'"),
         ({"norm_eps": math.nan}, "norm_eps must be a finite number above 0, got nan"),
         ({"norm_eps": math.inf}, "norm_eps must be a finite number above 0, got inf"),
+        ({"post_norm_mixers": "kda"}, "post_norm_mixers must be a tuple of names, got 'kda'"),
+        ({"post_norm_mixers": ("kad",)}, "'kad' is no mixer; did you mean 'kda'?"),
+        ({"zero_centered_norms": 1}, "zero_centered_norms must be True or False, got 1"),
         ({"tie_embeddings": 1}, "tie_embeddings must be True or False, got 1"),
         ({"norm_eps": 0.0}, "norm_eps must be a finite number above 0, got 0.0"),
         ({"norm_eps": "small"}, "norm_eps must be a finite number above 0, got 'small'"),

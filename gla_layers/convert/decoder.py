@@ -4,16 +4,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from .correspondence import embedding, linear, norm
-from .family import CheckpointConfig
+from .family import CheckpointConfig, Rules
 
-LAYER = "model.layers.{}."
-OUTSIDE = (
-    embedding("model.embed_tokens", "embed"),
-    norm("model.norm", "norm"),
-    linear("lm_head", "head"),
-)
+MODEL = "model."
 NORMS = (norm("input_layernorm", "mixer_norm"), norm("post_attention_layernorm", "mlp_norm"))
 MLP = tuple(linear(f"mlp.{x}_proj") for x in ("gate", "up", "down"))
+
+
+def outside(model: str = MODEL) -> Rules:
+    """The tensors outside of the layers; `model` begins the names of all but the head."""
+    return (
+        embedding(f"{model}embed_tokens", "embed"),
+        norm(f"{model}norm", "norm"),
+        linear("lm_head", "head"),
+    )
+
+
+def layer(model: str = MODEL) -> str:
+    """The prefix of a layer's tensors."""
+    return model + "layers.{}."
 
 
 def fields(config: CheckpointConfig) -> dict[str, Any]:

@@ -104,8 +104,8 @@ FAMILIES: Mapping[str, Family] = {
     "kimi_linear": Family(
         layer_mixers=_layer_mixers,
         fields=decoder.fields,
-        outside=decoder.OUTSIDE,
-        layer=decoder.LAYER,
+        outside=decoder.outside(),
+        layer=decoder.layer(),
         blocks=((*decoder.NORMS, *decoder.MLP), (*decoder.NORMS, *TRANSFORMERS_MLP)),
         mixers={
             "kda": MixerFamily("self_attn.", _kda, (KDA, KDA_MODULE)),

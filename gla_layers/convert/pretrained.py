@@ -71,6 +71,7 @@ def save_pretrained(
     path: Path,
     *,
     like: Path | None = None,
+    ignore: Sequence[str] = (),
     max_shard_size: int = 5_000_000_000,
 ) -> None:
     """Write a language model as a checkpoint that other libraries read.
@@ -80,12 +81,13 @@ def save_pretrained(
         path: a folder, which is made; it must not hold a checkpoint.
         like: the folder of a checkpoint of the same architecture, whose names and `config.json`
             are taken. By default it is written as flash-linear-attention does.
+        ignore: beginnings of names of tensors of `like` that were left out.
         max_shard_size: bytes of one file, which is also what is held in memory.
 
     Raises:
         FileExistsError: the folder holds a checkpoint.
-        ValueError: the architecture differs from that of `like`, or flash-linear-attention does
-            not have it.
+        ValueError: the architecture or the tensors differ from those of `like`, or
+            flash-linear-attention does not have it.
 
     Example: see `load_pretrained`.
     """
@@ -95,12 +97,14 @@ def save_pretrained(
     if like is None:
         checkpoint, names = _new_config(model.config), frozenset()
     else:
-        checkpoint, names = _read_config(pathlib.Path(like)), _names(pathlib.Path(like))
+        checkpoint, names = _read_config(pathlib.Path(like)), _names(pathlib.Path(like), ignore)
     family = _family(checkpoint)
     _check_same(family.read_config(checkpoint), model.config)
     parameters = parameters_of(model)
     rules = rules_for(parameters, family.rules(model.config, names))
     by_name = {rule.tensor: rule for rule in rules}
+    if like is not None and names != by_name.keys():
+        raise ValueError(f"{like} has tensors that the model has not: {names ^ by_name.keys()}")
     sizes = {
         rule.tensor: sum(parameters[path][...].nbytes for path in rule.parameters) for rule in rules
     }
@@ -173,9 +177,9 @@ def _read_config(folder: pathlib.Path) -> CheckpointConfig:
     return CheckpointConfig(read_json(folder / CONFIG))
 
 
-def _names(folder: pathlib.Path) -> Collection[str]:
+def _names(folder: pathlib.Path, ignore: Sequence[str]) -> set[str]:
     with TensorFiles(folder) as files:
-        return files.names
+        return {name for name in files.names if not name.startswith(tuple(ignore))}
 
 
 def _family(config: CheckpointConfig) -> Family:

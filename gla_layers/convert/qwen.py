@@ -1,6 +1,7 @@
 """Qwen3-Next and Qwen3.5: Gated DeltaNet, and attention with a gate, q and k norms, partial rotary.
 
-Norms outside of the linear layers multiply by 1 + weight.
+Norms outside of the linear layers multiply by 1 + weight. A Qwen3.5 that also sees has its language
+model's config and tensors one level down, beside those of its vision tower.
 """
 
 from collections.abc import Mapping
@@ -58,24 +59,36 @@ def _attention(config: CheckpointConfig) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "rotary_dim": int(config["head_dim"] * rope.get("partial_rotary_factor", 0.25)),
         "use_gate": True,
-        "qk_norm": True,
+        "qk_norm": "per_head",
         "norm_eps": config["rms_norm_eps"],
         "zero_centered_norms": True,
     }
 
 
-def _family(linear_attention: Rules) -> Family:
+def _family(linear_attention: Rules, model: str = decoder.MODEL, part: str | None = None) -> Family:
+    """A kind whose tensors' names begin with `model`, and whose config is that of a part."""
+
+    def text(config: CheckpointConfig) -> CheckpointConfig:
+        if part is None:
+            return config
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        return CheckpointConfig(tied | config[part])
+
     return Family(
-        layer_mixers=_layer_mixers,
-        fields=lambda config: {**decoder.fields(config), "zero_centered_norms": True},
-        outside=decoder.OUTSIDE,
-        layer=decoder.LAYER,
+        layer_mixers=lambda config: _layer_mixers(text(config)),
+        fields=lambda config: {**decoder.fields(text(config)), "zero_centered_norms": True},
+        outside=decoder.outside(model),
+        layer=decoder.layer(model),
         blocks=((*decoder.NORMS, *decoder.MLP),),
         mixers={
             "gated_deltanet": MixerFamily(
-                "linear_attn.", decoder.gated_deltanet, (linear_attention,)
+                "linear_attn.",
+                lambda config: decoder.gated_deltanet(text(config)),
+                (linear_attention,),
             ),
-            "attention": MixerFamily("self_attn.", _attention, (ATTENTION,)),
+            "attention": MixerFamily(
+                "self_attn.", lambda config: _attention(text(config)), (ATTENTION,)
+            ),
         },
     )
 
@@ -83,5 +96,6 @@ def _family(linear_attention: Rules) -> Family:
 FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _family(QWEN3_NEXT),
     "qwen3_5_text": _family(QWEN3_5),
+    "qwen3_5": _family(QWEN3_5, "model.language_model.", "text_config"),
 }
 """By the `model_type` of their `config.json`."""

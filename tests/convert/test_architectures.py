@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig
 from gla_layers.convert import load_pretrained, save_pretrained
@@ -19,6 +19,8 @@ from gla_layers.convert.family import CheckpointConfig
 from gla_layers.convert.files import TensorFiles
 from gla_layers.convert.pretrained import FAMILIES
 from tests.layers.mixers import fill
+
+from .folders import write
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 TOKENS = np.arange(12).reshape(1, 12) % 7
@@ -105,12 +107,8 @@ def test_a_norm_by_its_other_name(tmp_path):
     tensors = load_file(tmp_path / "fused" / "model.safetensors")
     name = "model.layers.0.attn.g_norm_swish_gate.weight"
     tensors["model.layers.0.attn.g_norm.weight"] = tensors.pop(name)
-    (tmp_path / "plain").mkdir()
-    save_file(tensors, tmp_path / "plain" / "model.safetensors")
-    (tmp_path / "plain" / "config.json").write_bytes(
-        (tmp_path / "fused" / "config.json").read_bytes()
-    )
-    again = load_pretrained(tmp_path / "plain")
+    stored = json.loads((tmp_path / "fused" / "config.json").read_text())
+    again = load_pretrained(write(tmp_path / "plain", stored, tensors))
     np.testing.assert_array_equal(logits_of(again), logits_of(model))
 
 
@@ -144,6 +142,55 @@ def test_published_kimi_linear():
     model = read_config(**config)
     assert model.layer_mixers == ("kda", "kda", "kda", "latent_attention", "kda")
     assert model.mixer_options["kda"]["conv_size"] == 3
+
+
+def qwen3_5_tensors() -> dict[str, np.ndarray]:
+    """Those of the recorded Qwen3-Next, by hand: 2 key heads of 16, 4 value heads of 16."""
+    tensors = load_file(DATA / "hf_qwen3_next_lm" / "model.safetensors")
+    layer = "model.layers.0.linear_attn.in_proj_"
+    qkvz = tensors.pop(layer + "qkvz.weight").reshape(2, 96, 64)
+    ba = tensors.pop(layer + "ba.weight").reshape(2, 4, 64)
+    split = {
+        "qkv": [qkvz[:, :16], qkvz[:, 16:32], qkvz[:, 32:64]],
+        "z": [qkvz[:, 64:]],
+        "b": [ba[:, :2]],
+        "a": [ba[:, 2:]],
+    }
+    for name, parts in split.items():
+        tensors[f"{layer}{name}.weight"] = np.concatenate([x.reshape(-1, 64) for x in parts])
+    return tensors
+
+
+def recorded_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
+    recorded = np.load(DATA / name / "golden.npz")
+    return recorded["input_ids"], recorded["logits"]
+
+
+def test_qwen3_5(tmp_path):
+    config = without(recorded_config("hf_qwen3_next_lm"), "num_experts")
+    config |= {"model_type": "qwen3_5_text"}
+    model = load_pretrained(write(tmp_path / "text", config, qwen3_5_tensors()))
+    tokens, logits = recorded_logits("hf_qwen3_next_lm")
+    np.testing.assert_allclose(model(tokens), logits, atol=1e-4 * np.abs(logits).max())
+
+
+def test_qwen3_5_that_sees(tmp_path):
+    text = without(recorded_config("hf_qwen3_next_lm"), "num_experts")
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in qwen3_5_tensors().items()
+    }
+    tensors["model.visual.patch_embed.proj.bias"] = np.zeros(4, np.float32)
+    folder = write(tmp_path / "sees", config, tensors)
+    with pytest.raises(ValueError, match=r"unused tensors: model\.visual\.patch_embed\.proj\.bias"):
+        load_pretrained(folder)
+    model = load_pretrained(folder, ignore=["model.visual."])
+    with pytest.raises(ValueError, match="has tensors that the model has not"):
+        save_pretrained(model, tmp_path / "written", like=folder)
+    save_pretrained(model, tmp_path / "written", like=folder, ignore=["model.visual."])
+    tokens, logits = recorded_logits("hf_qwen3_next_lm")
+    np.testing.assert_allclose(model(tokens), logits, atol=1e-4 * np.abs(logits).max())
 
 
 @pytest.mark.parametrize(

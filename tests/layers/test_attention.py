@@ -14,8 +14,9 @@ OPTIONS = {
     "heads-as-many": {"num_kv_heads": 2, "head_dim": 6},
     "partial-rope": {"rotary_dim": 4},
     "biases": {"qkv_bias": True},
-    "norms": {"qk_norm": True, "norm_eps": 1e-2},
-    "zero-centered-norms": {"qk_norm": True, "zero_centered_norms": True},
+    "norms": {"qk_norm": "per_head", "norm_eps": 1e-2},
+    "norms-over-heads": {"qk_norm": "all_heads"},
+    "zero-centered-norms": {"qk_norm": "per_head", "zero_centered_norms": True},
 }
 
 
@@ -59,11 +60,11 @@ def definition(layer, x, ids):
         y = x @ np.asarray(linear.kernel[...], np.float64)
         return y if linear.bias is None else y + np.asarray(linear.bias[...], np.float64)
 
-    q, k, v = (
-        project(linear).reshape(*x.shape[:2], -1, layer.head_dim)
-        for linear in (layer.q_proj, layer.k_proj, layer.v_proj)
-    )
-    if layer.q_norm is not None:
+    q, k, v = (project(linear) for linear in (layer.q_proj, layer.k_proj, layer.v_proj))
+    if layer.qk_norm == "all_heads":
+        q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
+    q, k, v = (y.reshape(*x.shape[:2], -1, layer.head_dim) for y in (q, k, v))
+    if layer.qk_norm == "per_head":
         q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
     if layer.rope_theta is not None:
         position = positions(ids)[..., None, None]

@@ -15,8 +15,9 @@ from gla_layers import ShardingConfig, float32_mask, weight_decay_mask
 from .mixers import CLASSES, LINEAR, MIXERS, make
 
 UNDECAYED = {"A_log", "dt_bias", "scale", "bias"}
-EVERY_PARAMETER = dict.fromkeys(LINEAR, {"conv_bias": True}) | {
-    "attention": {"use_gate": True, "qkv_bias": True, "qk_norm": True},
+EVERY_PARAMETER = {
+    **{name: {"conv_bias": True} for name in LINEAR},
+    "attention": {"use_gate": True, "qkv_bias": True, "qk_norm": "per_head"},
     "latent": {},
 }
 """The options with which a layer has every parameter that it may have."""
