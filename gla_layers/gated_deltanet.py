@@ -13,8 +13,6 @@ from .activations import activation
 from .configuration import (
     check_key_size,
     check_multiple,
-    check_options,
-    check_split,
     expanded_size,
     positive,
     sizes,
@@ -117,24 +115,13 @@ class GatedDeltaNet(LinearAttention):
         check_key_size("head_dim", head_dim)
         check_multiple("num_v_heads", num_v_heads, "num_heads", num_heads)
         head_v_dim = expanded_size("expand_v", expand_v, "head_dim", head_dim)
+        norm_eps = positive("norm_eps", norm_eps)
         check_flags(
             use_gate=use_gate,
             use_short_conv=use_short_conv,
             conv_bias=conv_bias,
             allow_neg_eigval=allow_neg_eigval,
         )
-        check_options(
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            sharding=sharding,
-            implementation=implementation,
-            rngs=rngs,
-        )
-        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
-        check_split("num_heads", num_heads, sharding.tokens, 2)
-        check_split("num_v_heads", num_v_heads, sharding.tokens, 2)
         activation("gate_activation", gate_activation)
         super().__init__(
             hidden_size,
@@ -147,13 +134,6 @@ class GatedDeltaNet(LinearAttention):
                 value_size=head_v_dim,
                 value_blocks=value_blocks("expand_v", head_v_dim),
             ),
-            norm=GatedRMSNorm(
-                head_v_dim,
-                epsilon=positive("norm_eps", norm_eps),
-                activation=gate_activation,
-                scale_metadata=metadata(sharding.norm),
-                rngs=rngs,
-            ),
             conv_size=conv_size if use_short_conv else None,
             conv_bias=conv_bias,
             dtype=dtype,
@@ -162,6 +142,13 @@ class GatedDeltaNet(LinearAttention):
             kernel_init=kernel_init,
             sharding=sharding,
             implementation=implementation,
+            rngs=rngs,
+        )
+        self.o_norm = GatedRMSNorm(
+            head_v_dim,
+            epsilon=norm_eps,
+            activation=gate_activation,
+            scale_metadata=metadata(sharding.norm),
             rngs=rngs,
         )
         self.allow_neg_eigval = allow_neg_eigval

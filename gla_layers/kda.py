@@ -13,8 +13,6 @@ from jaxtyping import Array, Float
 from .configuration import (
     check_key_size,
     check_multiple,
-    check_options,
-    check_split,
     expanded_size,
     positive,
     sizes,
@@ -121,6 +119,7 @@ class KDA(LinearAttention):
         check_key_size("head_dim", head_dim)
         check_multiple("num_v_heads", num_v_heads, "num_heads", num_heads)
         head_v_dim = expanded_size("expand_v", expand_v, "head_dim", head_dim)
+        norm_eps = positive("norm_eps", norm_eps)
         check_flags(
             use_short_conv=use_short_conv,
             conv_bias=conv_bias,
@@ -128,18 +127,6 @@ class KDA(LinearAttention):
             safe_gate=safe_gate,
             gate_bias=gate_bias,
         )
-        check_options(
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            sharding=sharding,
-            implementation=implementation,
-            rngs=rngs,
-        )
-        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
-        check_split("num_heads", num_heads, sharding.tokens, 2)
-        check_split("num_v_heads", num_v_heads, sharding.tokens, 2)
         if lower_bound is not None:
             if not is_finite_number(lower_bound) or lower_bound >= 0:
                 raise ValueError(
@@ -159,13 +146,6 @@ class KDA(LinearAttention):
                 value_size=head_v_dim,
                 value_blocks=value_blocks("expand_v", head_v_dim),
             ),
-            norm=GatedRMSNorm(
-                head_v_dim,
-                epsilon=positive("norm_eps", norm_eps),
-                activation="sigmoid",
-                scale_metadata=metadata(sharding.norm),
-                rngs=rngs,
-            ),
             conv_size=conv_size if use_short_conv else None,
             conv_bias=conv_bias,
             dtype=dtype,
@@ -174,6 +154,13 @@ class KDA(LinearAttention):
             kernel_init=kernel_init,
             sharding=sharding,
             implementation=implementation,
+            rngs=rngs,
+        )
+        self.o_norm = GatedRMSNorm(
+            head_v_dim,
+            epsilon=norm_eps,
+            activation="sigmoid",
+            scale_metadata=metadata(sharding.norm),
             rngs=rngs,
         )
         self.allow_neg_eigval = allow_neg_eigval

@@ -15,8 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .configuration import check_batch_size
-from .gated_norm import GatedRMSNorm
+from .configuration import check_batch_size, check_options, check_split
 from .inputs import check_inputs, check_state, mask_padding
 from .sharding import ShardingConfig, metadata
 from .short_convolution import ShortConvolution
@@ -63,7 +62,8 @@ class LinearAttention(nnx.Module):
     """Base of the layers.
 
     A subclass adds its op (`_chunk` and `_recurrent`), what the op takes beside q, k and v
-    (`_gates`), the parameters of these, and the output gate's projection (`g_proj`, or None).
+    (`_gates`), the parameters of these, the output's norm (`o_norm`), and its gate's projection
+    (`g_proj`, or None).
     """
 
     _chunk: ClassVar[Callable[..., Any]]
@@ -75,7 +75,6 @@ class LinearAttention(nnx.Module):
         hidden_size: int,
         *,
         heads: Heads,
-        norm: GatedRMSNorm,
         conv_size: int | None,
         conv_bias: bool,
         dtype: jnp.dtype | None,
@@ -86,6 +85,18 @@ class LinearAttention(nnx.Module):
         implementation: str | None,
         rngs: nnx.Rngs,
     ):
+        check_options(
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            sharding=sharding,
+            implementation=implementation,
+            rngs=rngs,
+        )
+        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
+        check_split("num_heads", heads.query, sharding.tokens, 2)
+        check_split("num_v_heads", heads.output, sharding.tokens, 2)
         self.hidden_size = hidden_size
         self.heads = heads
         self.conv_size = conv_size
@@ -106,7 +117,6 @@ class LinearAttention(nnx.Module):
             self.q_conv1d = self._convolution(query_features, conv_bias, rngs)
             self.k_conv1d = self._convolution(key_features, conv_bias, rngs)
             self.v_conv1d = self._convolution(value_features, conv_bias, rngs)
-        self.o_norm = norm
         output_features = heads.output * heads.value_size
         self.o_proj = self._linear(output_features, hidden_size, sharding.out_kernel, rngs)
 

@@ -12,8 +12,6 @@ from .activations import activation
 from .configuration import (
     check_key_size,
     check_multiple,
-    check_options,
-    check_split,
     expanded_size,
     positive,
     sizes,
@@ -122,22 +120,12 @@ class SimpleGLA(LinearAttention):
             "feature_map", "identity" if feature_map is None else feature_map
         )
         gate_logit_normalizer = positive("gate_logit_normalizer", gate_logit_normalizer)
+        norm_eps = positive("norm_eps", norm_eps)
         check_flags(
             use_short_conv=use_short_conv,
             conv_bias=conv_bias,
             elementwise_affine=elementwise_affine,
         )
-        check_options(
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            sharding=sharding,
-            implementation=implementation,
-            rngs=rngs,
-        )
-        check_split("hidden_size", hidden_size, sharding.in_kernel, 0)
-        check_split("num_heads", num_heads, sharding.tokens, 2)
         super().__init__(
             hidden_size,
             heads=Heads(
@@ -149,14 +137,6 @@ class SimpleGLA(LinearAttention):
                 value_size=head_v_dim,
                 value_blocks=value_blocks("expand_v", head_v_dim),
             ),
-            norm=GatedRMSNorm(
-                head_v_dim,
-                epsilon=positive("norm_eps", norm_eps),
-                use_scale=elementwise_affine,
-                activation=gate_fn,
-                scale_metadata=metadata(sharding.norm),
-                rngs=rngs,
-            ),
             conv_size=conv_size if use_short_conv else None,
             conv_bias=conv_bias,
             dtype=dtype,
@@ -165,6 +145,14 @@ class SimpleGLA(LinearAttention):
             kernel_init=kernel_init,
             sharding=sharding,
             implementation=implementation,
+            rngs=rngs,
+        )
+        self.o_norm = GatedRMSNorm(
+            head_v_dim,
+            epsilon=norm_eps,
+            use_scale=elementwise_affine,
+            activation=gate_fn,
+            scale_metadata=metadata(sharding.norm),
             rngs=rngs,
         )
         self.feature_map = feature_map

@@ -56,6 +56,20 @@ def test_unknown_activation():
         GatedRMSNorm(8, activation="softmax", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize(
+    ("x", "gate", "message"),
+    [
+        (jnp.ones((1, 8), int), None, "x must be an array of floating type, got int32"),
+        ([1.0] * 8, None, "x must be an array of floating type, got list"),
+        (jnp.ones((1, 8)), jnp.ones((1, 16)), r"gate must have x's shape \(1, 8\), got \(1, 16\)"),
+        (jnp.ones((1, 8)), 1.0, "gate must be an array of floating type, got float"),
+    ],
+)
+def test_wrong_calls(x, gate, message):
+    with pytest.raises(ValueError, match=message):
+        GatedRMSNorm(8, rngs=nnx.Rngs(0))(x, gate)
+
+
 def test_part_of_a_head():
     with pytest.raises(ValueError, match=r"x must hold whole heads of 8 .* got shape \(1, 20\)"):
         GatedRMSNorm(8, rngs=nnx.Rngs(0))(jnp.ones((1, 20)))

@@ -16,6 +16,8 @@ from gla_layers import (
     Attention,
     GatedDeltaNet,
     GatedRMSNorm,
+    LanguageModel,
+    LanguageModelConfig,
     LatentAttention,
     RMSNorm,
     ShardingConfig,
@@ -88,6 +90,7 @@ SMALL = {
         "head_dim": 8,
         "shared_head_dim": 2,
     },
+    LanguageModel: {"config": LanguageModelConfig.preset("tiny")},
     SwiGLU: {"hidden_size": 16, "intermediate_size": 8},
     ShortConvolution: {"features": 4},
     GatedRMSNorm: {"num_features": 4},
@@ -137,6 +140,8 @@ SPLIT = [
     (SimpleGLA, {"num_heads": 1}, r"num_heads must be a multiple of 2, .* got 1"),
     (Attention, {"num_heads": 1, "head_dim": 3, "rope_theta": None}, r"num_heads \* head_dim .* 3"),
     (SwiGLU, {"intermediate_size": 7}, r"intermediate_size must be a multiple of 2, .* got 7"),
+    (LanguageModel, {}, r"vocab_size must be a multiple of 2, .*'tensor'.* got 257"),
+    (KDA, {"hidden_size": 15}, r"hidden_size must be a multiple of 2, .*'fsdp'.* got 15"),
     (SwiGLU, {"hidden_size": 7}, r"hidden_size must be a multiple of 2, .*'fsdp'.* got 7"),
 ]
 
