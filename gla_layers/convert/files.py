@@ -9,7 +9,6 @@ Tensors are read and files are written one at a time.
 import contextlib
 import json
 import pathlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -30,16 +29,11 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 class TensorFiles:
     """The tensors of a folder: names, shapes and types at once, values one by one.
 
-    A context, within which the files are open.
+    A context, within which the files are open. Entering it raises FileNotFoundError where a file is
+    missing, and ValueError where one is not what its name says.
     """
 
     def __init__(self, folder: pathlib.Path):
-        """Read the index, if there is one.
-
-        Raises:
-            FileNotFoundError: there is neither a file nor an index.
-            ValueError: the index is not what one is.
-        """
         self._folder = folder
         self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
@@ -81,15 +75,14 @@ class TensorFiles:
         weight_map = read_json(self._folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError(f"{self._folder / INDEX} must hold a weight_map, name to file")
-        names = defaultdict(set)
+        files = {name: _open(self._folder / name, stack) for name in set(weight_map.values())}
+        held = {file_name: set(file.keys()) for file_name, file in files.items()}
         for name, file_name in weight_map.items():
-            names[file_name].add(name)
-        for file_name, expected in names.items():
-            file = _open(self._folder / file_name, stack)
-            if expected != set(file.keys()):
-                differing = sorted(expected ^ set(file.keys()))
-                raise ValueError(f"{file_name} does not hold what {INDEX} says: {differing}")
-            self._files |= dict.fromkeys(expected, file)
+            if name not in held[file_name]:
+                raise ValueError(f"{file_name} has no {name}, which {INDEX} says is there")
+        for file_name, names in held.items():
+            self._files |= dict.fromkeys(names, files[file_name])
+        self._files |= {name: files[file_name] for name, file_name in weight_map.items()}
 
 
 def write_tensors(

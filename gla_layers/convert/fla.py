@@ -95,13 +95,16 @@ def _family(mixer: str) -> Family:
         return ["attention" if number in with_attention else mixer for number in numbers]
 
     def write_config(config: LanguageModelConfig) -> dict[str, Any]:
+        options = _write(mixer, config)
+        if options.get("gate_fn", "swish") != "swish":
+            raise ValueError(f"gate_fn must be 'swish' to be written, got {options['gate_fn']!r}")
         layers = [n for n, name in enumerate(config.layer_mixers) if name == "attention"]
         attention = {"layers": layers, **_write("attention", config)} if layers else None
         return {
             "model_type": mixer,
             "architectures": [ARCHITECTURES[mixer]],
             "attn": attention,
-            **_write(mixer, config),
+            **options,
             **{_name(field): getattr(config, field) for field in MODEL_FIELDS},
         }
 

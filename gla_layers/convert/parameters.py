@@ -85,9 +85,29 @@ def rules_for(parameters: Collection[str], rules: Iterable[Rule]) -> list[Rule]:
     return [rule for rule in rules if all(path in parameters for path in rule.parameters)]
 
 
+def rules_of_all(parameters: Collection[str], rules: Iterable[Rule]) -> dict[str, Rule]:
+    """The rules of the tensors that hold these parameters, by tensor.
+
+    Raises:
+        ValueError: naming parameters that no tensor holds.
+    """
+    by_tensor = {rule.tensor: rule for rule in rules_for(parameters, rules)}
+    left = set(parameters).difference(*(rule.parameters for rule in by_tensor.values()))
+    if left:
+        raise ValueError(f"the checkpoint has no place for parameters: {listing(left)}")
+    return by_tensor
+
+
 def tensor(rule: Rule, parameters: Mapping[str, nnx.Param]) -> np.ndarray:
     """A tensor from the parameters of a module."""
     return rule.join([np.asarray(parameters[path][...]) for path in rule.parameters])
+
+
+def listing(names: Collection[str]) -> str:
+    """Some of the names, in order."""
+    shown = sorted(names)[:LISTED]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 def _dotted(path: Sequence[Any]) -> str:
@@ -127,12 +147,6 @@ def _check(parameters, rules, tensors, ignore):
         "tensors of the wrong shape": shapes,
         f"tensors of a type other than {', '.join(DTYPES)}": types,
     }
-    listed = [f"{what}: {_listing(names)}" for what, names in problems.items() if names]
+    listed = [f"{what}: {listing(names)}" for what, names in problems.items() if names]
     if listed:
         raise ValueError("\n".join(["the checkpoint does not fit the model;", *listed]))
-
-
-def _listing(names: Collection[str]) -> str:
-    shown = sorted(names)[:LISTED]
-    rest = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -13,9 +13,9 @@ from jaxtyping import ArrayLike
 from ..language_model import LanguageModel
 from ..language_model_config import MIXERS, LanguageModelConfig
 from . import fla, kimi, olmo, qwen
-from .family import CheckpointConfig, Family, all_options
+from .family import CheckpointConfig, Family, MixerFamily, all_options
 from .files import CONFIG, TensorFiles, read_json, write_json, write_tensors
-from .parameters import TensorsInMemory, fill, parameters_of, rules_for, tensor
+from .parameters import TensorsInMemory, fill, listing, parameters_of, rules_of_all, tensor
 
 FAMILIES: Mapping[str, Family] = {
     **fla.FAMILIES,
@@ -101,16 +101,17 @@ def save_pretrained(
     family = _family(checkpoint)
     _check_same(family.read_config(checkpoint), model.config)
     parameters = parameters_of(model)
-    rules = rules_for(parameters, family.rules(model.config, names))
-    by_name = {rule.tensor: rule for rule in rules}
-    if like is not None and names != by_name.keys():
-        raise ValueError(f"{like} has tensors that the model has not: {names ^ by_name.keys()}")
+    rules = rules_of_all(parameters, family.rules(model.config, names))
+    if like is not None and names != rules.keys():
+        raise ValueError(f"{like} and the model differ in tensors: {listing(names ^ rules.keys())}")
     sizes = {
-        rule.tensor: sum(parameters[path][...].nbytes for path in rule.parameters) for rule in rules
+        name: sum(parameters[path][...].nbytes for path in rule.parameters)
+        for name, rule in rules.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder, sizes, lambda name: tensor(by_name[name], parameters), max_shard_size)
-    write_json(folder / CONFIG, {**checkpoint, "dtype": model.embed.embedding.dtype.name})
+    write_tensors(folder, sizes, lambda name: tensor(rules[name], parameters), max_shard_size)
+    dtype = "torch_dtype" if "torch_dtype" in checkpoint else "dtype"
+    write_json(folder / CONFIG, {**checkpoint, dtype: model.embed.embedding.dtype.name})
 
 
 def layer_from_tensors(
@@ -167,8 +168,8 @@ def layer_to_tensors(
     mixer = next((name for name, kind in MIXERS.items() if type(layer) is kind), None)
     family = _mixer_family(checkpoint, mixer)
     parameters = parameters_of(layer)
-    rules = family.rules(like, family.options(checkpoint))
-    return {rule.tensor: tensor(rule, parameters) for rule in rules_for(parameters, rules)}
+    rules = rules_of_all(parameters, family.rules(like, family.options(checkpoint)))
+    return {name: tensor(rule, parameters) for name, rule in rules.items()}
 
 
 def _read_config(folder: pathlib.Path) -> CheckpointConfig:
@@ -193,7 +194,7 @@ def _family(config: CheckpointConfig) -> Family:
     return FAMILIES[model_type]
 
 
-def _mixer_family(config: CheckpointConfig, mixer: str | None):
+def _mixer_family(config: CheckpointConfig, mixer: str | None) -> MixerFamily:
     mixers = _family(config).mixers
     if mixer not in mixers:
         kind = config["model_type"]

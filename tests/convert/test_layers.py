@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from gla_layers import KDA
 from gla_layers.convert import layer_from_tensors, layer_to_tensors
 from tests.layers.golden import error
 from tests.layers.mixers import run
@@ -129,3 +130,14 @@ def test_a_mixer_that_the_checkpoint_has_not():
     message = "mixer must be one of qwen3_next's, ['attention', 'gated_deltanet'], got 'kda'"
     with pytest.raises(ValueError, match=re.escape(message)):
         layer_from_tensors({}, config, "kda")
+
+
+def test_a_layer_that_the_checkpoint_has_no_place_for():
+    recorded = load("kda_default")
+    layer = KDA(24, num_heads=2, head_dim=32, conv_bias=True, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"no place for parameters: k_conv1d\.bias, q_conv1d\.bias"
+    ):
+        layer_to_tensors(layer, recorded.config)
+    with pytest.raises(ValueError, match=r"mixer must be one of kda's, .* got None"):
+        layer_to_tensors(layer.q_proj, recorded.config)
