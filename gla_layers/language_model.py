@@ -228,6 +228,9 @@ class LanguageModel(nnx.Module):
             batch_size: number of rows.
             max_length: tokens that a row may come to hold, which layers of softmax attention
                 need to know.
+
+        Raises:
+            ValueError: a size is wrong, or max_length is missing where a layer needs it.
         """
         return tuple(layer.mixer.init_state(batch_size, max_length) for layer in self.layers)
 
