@@ -77,11 +77,12 @@ def save_pretrained(
     """Write a language model as a checkpoint that other libraries read.
 
     Args:
-        model: what to write, in the parameters' types.
+        model: what to write.
         path: a folder, which is made; it must not hold a checkpoint.
-        like: the folder of a checkpoint of the same architecture, whose names and `config.json`
-            are taken. By default it is written as flash-linear-attention does.
-        ignore: beginnings of names of tensors of `like` that were left out.
+        like: the folder of a checkpoint of the same architecture, whose `config.json` and tensors'
+            names and types are taken. By default it is written as flash-linear-attention does, in
+            the parameters' types.
+        ignore: beginnings of names of tensors of `like` that are left out.
         max_shard_size: bytes of one file, which is also what is held in memory.
 
     Raises:
@@ -94,24 +95,28 @@ def save_pretrained(
     folder = pathlib.Path(path)
     if any(folder.glob("*.safetensors")) or (folder / CONFIG).exists():
         raise FileExistsError(f"{folder} holds a checkpoint")
-    if like is None:
-        checkpoint, names = _new_config(model.config), frozenset()
-    else:
-        checkpoint, names = _read_config(pathlib.Path(like)), _names(pathlib.Path(like), ignore)
+    checkpoint = _new_config(model) if like is None else _read_config(pathlib.Path(like))
+    types = {} if like is None else _types(pathlib.Path(like), ignore)
     family = _family(checkpoint)
     _check_same(family.read_config(checkpoint), model.config)
     parameters = parameters_of(model)
-    rules = rules_of_all(parameters, family.rules(model.config, names))
-    if like is not None and names != rules.keys():
-        raise ValueError(f"{like} and the model differ in tensors: {listing(names ^ rules.keys())}")
-    sizes = {
-        name: sum(parameters[path][...].nbytes for path in rule.parameters)
-        for name, rule in rules.items()
-    }
+    rules = rules_of_all(parameters, family.rules(model.config, types.keys()))
+    if like is None:
+        types = {name: parameters[rule.parameters[0]].dtype for name, rule in rules.items()}
+    elif types.keys() != rules.keys():
+        differing = types.keys() ^ rules.keys()
+        raise ValueError(f"{like} and the model differ in tensors: {listing(differing)}")
+
+    def size(name: str) -> int:
+        count = sum(parameters[path].size for path in rules[name].parameters)
+        return count * types[name].itemsize
+
+    def read(name: str) -> np.ndarray:
+        return tensor(rules[name], parameters).astype(types[name])
+
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder, sizes, lambda name: tensor(rules[name], parameters), max_shard_size)
-    dtype = "torch_dtype" if "torch_dtype" in checkpoint else "dtype"
-    write_json(folder / CONFIG, {**checkpoint, dtype: model.embed.embedding.dtype.name})
+    write_tensors(folder, {name: size(name) for name in rules}, read, max_shard_size)
+    write_json(folder / CONFIG, checkpoint)
 
 
 def layer_from_tensors(
@@ -178,9 +183,10 @@ def _read_config(folder: pathlib.Path) -> CheckpointConfig:
     return CheckpointConfig(read_json(folder / CONFIG))
 
 
-def _names(folder: pathlib.Path, ignore: Sequence[str]) -> set[str]:
+def _types(folder: pathlib.Path, ignore: Sequence[str]) -> dict[str, np.dtype]:
     with TensorFiles(folder) as files:
-        return {name for name in files.names if not name.startswith(tuple(ignore))}
+        names = [name for name in files.names if not name.startswith(tuple(ignore))]
+        return {name: np.dtype(files.dtype(name)) for name in names}
 
 
 def _family(config: CheckpointConfig) -> Family:
@@ -202,14 +208,15 @@ def _mixer_family(config: CheckpointConfig, mixer: str | None) -> MixerFamily:
     return mixers[mixer]
 
 
-def _new_config(config: LanguageModelConfig) -> CheckpointConfig:
-    for mixer in config.layer_mixers:
+def _new_config(model: LanguageModel) -> CheckpointConfig:
+    """The `config.json` of flash-linear-attention."""
+    for mixer in model.config.layer_mixers:
         family = FAMILIES.get(mixer)
         if family is not None and family.write_config is not None:
-            return CheckpointConfig(family.write_config(config))
-    raise ValueError(
-        f"flash-linear-attention has no model of the layers {sorted(set(config.layer_mixers))}"
-    )
+            written = family.write_config(model.config)
+            return CheckpointConfig(written, dtype=model.embed.embedding.dtype.name)
+    mixers = sorted(set(model.config.layer_mixers))
+    raise ValueError(f"flash-linear-attention has no model of the layers {mixers}")
 
 
 def _check_same(checkpoint: LanguageModelConfig, model: LanguageModelConfig) -> None:

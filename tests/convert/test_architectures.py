@@ -193,6 +193,18 @@ def test_qwen3_5_that_sees(tmp_path):
     np.testing.assert_allclose(model(tokens), logits, atol=1e-4 * np.abs(logits).max())
 
 
+def test_kimi_linear_as_published(tmp_path):
+    """Where a dense MLP is called one."""
+    recorded = load_file(DATA / "hf_kimi_linear_lm" / "model.safetensors")
+    tensors = {name.replace("block_sparse_moe", "mlp"): x for name, x in recorded.items()}
+    folder = write(tmp_path / "published", recorded_config("hf_kimi_linear_lm"), tensors)
+    model = load_pretrained(folder)
+    original = load_pretrained(DATA / "hf_kimi_linear_lm")
+    np.testing.assert_array_equal(logits_of(model), logits_of(original))
+    save_pretrained(model, tmp_path / "written", like=folder)
+    assert load_file(tmp_path / "written" / "model.safetensors").keys() == tensors.keys()
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

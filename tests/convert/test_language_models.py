@@ -1,6 +1,7 @@
 """Whole models of other libraries: their outputs, and the same files written back."""
 
 import functools
+import json
 import pathlib
 
 import jax
@@ -12,6 +13,8 @@ from flax import nnx
 from gla_layers import LanguageModel
 from gla_layers.convert import load_pretrained, save_pretrained
 from gla_layers.convert.files import TensorFiles
+
+from .folders import write
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 FLA = ["lm_gdn", "lm_kda"]
@@ -102,14 +105,20 @@ def test_several_files(tmp_path):
     assert error(run(load_pretrained(tmp_path), golden("lm_gdn")["input_ids"]), expected) == 0
 
 
-def test_bfloat16_files(tmp_path):
+def test_bfloat16_parameters(tmp_path):
     narrow = load_pretrained(DATA / "lm_gdn", param_dtype=jnp.bfloat16)
-    save_pretrained(narrow, tmp_path / "first")
-    again = load_pretrained(tmp_path / "first", param_dtype=jnp.bfloat16)
-    save_pretrained(again, tmp_path / "second")
-    assert_same_tensors(tmp_path / "second", tmp_path / "first")
-    stored = tensors(tmp_path / "first")
+    save_pretrained(narrow, tmp_path)
+    stored = tensors(tmp_path)
     assert stored["lm_head.weight"].dtype == jnp.bfloat16
     assert stored["model.layers.0.attn.A_log"].dtype == np.float32
-    wide = load_pretrained(tmp_path / "first")
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(wide))} == {jnp.dtype("float32")}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_bfloat16_files_in_float32_parameters_and_back(tmp_path):
+    config = json.loads((DATA / "lm_gdn" / "config.json").read_text())
+    narrow = {name: x.astype(jnp.bfloat16) for name, x in tensors(DATA / "lm_gdn").items()}
+    original = write(tmp_path / "original", config, narrow)
+    model = load_pretrained(original)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
+    save_pretrained(model, tmp_path / "again", like=original)
+    assert_same_tensors(tmp_path / "again", original)
