@@ -2,33 +2,35 @@
 
 A stretch acts on the state S that enters it as an affine map, and its outputs are affine in S too:
 
-    o_t = R_t^T S + o'_t          R_t [K], what token t reads
-    S  <- M S + E                 M [K, K]
+    o_t = R_t^T S + o'_t          R_t [K]: what token t reads
+    S'  = M S + E                 M [K, K]
 
-o' and E are what the stretch gives from a zero state. All four come out of the op itself: columns
-of a state do not meet each other, so that from the states [0 | I], with zeros as the values of the
-columns I, the op gives the outputs [o' | R] and the states [E | M]. Documents and padding need no
-care: they are masked as ever, and M = 0 where a document starts within the stretch.
+The op itself gives all four: run from a zero state, o' and E; run from the K x K identity with
+zeros for values, R as its outputs and M as its state. Documents and padding are masked in the op as
+ever, which makes M = 0 where a document starts within the stretch.
 
-Every device computes its map. All devices gather all M and E, in one collective, and work out which
-state X enters their own stretch:
+All devices gather the M and E of all stretches, in one collective, and work out the state X that
+enters their own:
 
     X_0 = 0                       X_(r+1) = M_r X_r + E_r
 
-Whether the outputs are then R^T X + o', or those of the op anew from X: they are the former where
-no gradient is wanted, and the latter where the residuals of X are. For a state of its own that a
-stretch starts from, which is how the row's initial state enters the first one, the map is that from
-[S | I], and E holds M S.
+The outputs are then R^T X + o', or, where a gradient is wanted, those of the op run from X, whose
+residuals are needed. A state that a stretch has of its own, as the first one has the row's initial
+state, is simply in place of zero in the first run.
 
-The gradients of states go the other way. With the gradients do and dS' of a stretch's outputs and
-of the state that leaves it,
+The gradients of states go the other way. Given those of a stretch's outputs and of the state that
+leaves it, do and dS',
 
-    dE  = M^T dS' + sum_t R_t do_t^T          the gradient of the state that enters
-    Y_n = 0                                   Y_(r-1) = M_r^T Y_r + dE_r
+    dE_r    = M_r^T dS'_r + sum over t of R_t do_t^T
+    Y_(n-1) = 0                   Y_(r-1) = M_r^T Y_r + dE_r
 
-so that the backward pass gathers all M^T and dE, and runs once, from dS' + Y. Saved for it, beside
-what the op saves: M, X and R. States and maps are float32; what a device holds does not depend on
-the number of devices, but for the gathered maps, [K, K + V] a head and device.
+after one gathering of all M^T and dE, and the op's backward pass runs once, from dS' + Y. Saved for
+it, beside what the op saves: M, X and R.
+
+States and maps are float32. What a device holds does not grow with the number of devices, but for
+the gathered maps, [K, K + V] a head and device. Counted for a v6e (8 stretches of 8192 tokens, 16
+heads of 128, bfloat16), a stretch of the gated delta rule takes 1.8 million cycles forward and 2.8
+forward and backward, where a row of its own would take 0.5 and 1.1.
 """
 
 import dataclasses
@@ -39,7 +41,6 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
-from .arguments import MAX_HEAD_SIZE
 from .implementation import Implementation, Options
 from .numerics import storage_dtype
 from .packing import Packing
@@ -130,14 +131,14 @@ def context_parallel(stretch: Implementation, stretches: Stretches) -> Implement
 
 
 def _outputs(stretch, stretches, options, tokens, states, *documents):
-    (o, reads), (added, transition) = _affine_map(stretch, options, tokens, states, *documents)
+    (o, added), (reads, transition) = _affine_map(stretch, options, tokens, states, *documents)
     x = stretches.entering(transition, added)
     o += _product(options, tokens, "bthk,bhkv->bthv", reads, x[:, 0]).astype(o.dtype)
     return o, added + _multiply(transition, x)
 
 
 def _forward(stretch, stretches, options, tokens, states, *documents):
-    (_, reads), (added, transition) = _affine_map(stretch, options, tokens, states, *documents)
+    (_, added), (reads, transition) = _affine_map(stretch, options, tokens, states, *documents)
     x = stretches.entering(transition, added)
     outputs, residuals = stretch.forward(options, tokens, states + x, *documents)
     return outputs, residuals | {"reads": reads, "transition": transition, "entering": x}
@@ -157,20 +158,16 @@ def _backward(
 
 
 def _affine_map(stretch, options, tokens, states, *documents):
-    """The outputs [o' | R] and the states [E | M], each in its two parts."""
+    """(o', E) and (R, M)."""
     q, k, v, *gates = tokens
-    key_size, value_size = states.shape[-2:]
-    identity = jnp.eye(key_size, dtype=states.dtype)
-    identity = jnp.broadcast_to(identity, (*states.shape[:-1], key_size))
-    states = jnp.concatenate([states, identity], axis=-1)
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, key_size)))
-    parts = []
-    for start in range(0, states.shape[-1], MAX_HEAD_SIZE):
-        columns = slice(start, start + MAX_HEAD_SIZE)
-        part = q, k, v[..., columns], *gates
-        parts.append(stretch.outputs(options, part, states[..., columns], *documents))
-    whole = (jnp.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
-    return tuple(jnp.split(x, [value_size], axis=-1) for x in whole)
+    sizes = v.shape[:3] + k.shape[3:]
+    unwritten = q, k, jnp.zeros(sizes, v.dtype), *gates
+    identity = jnp.eye(sizes[3], dtype=states.dtype)
+    identity = jnp.broadcast_to(identity, (*states.shape[:-1], sizes[3]))
+    return (
+        stretch.outputs(options, tokens, states, *documents),
+        stretch.outputs(options, unwritten, identity, *documents),
+    )
 
 
 def _multiply(transition: Float[Array, "... K K"], x: Float[Array, "... K V"]):

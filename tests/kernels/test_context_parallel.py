@@ -3,13 +3,23 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .cases import OP_IDS, OP_IMPLEMENTATIONS, OPS, check, random_inputs, reference
+from .cases import (
+    OP_IDS,
+    OP_IMPLEMENTATIONS,
+    OPS,
+    check,
+    evaluate,
+    random_inputs,
+    reference,
+    relative_error,
+)
 from .test_sharding import COLLECTIVES, make_mesh, run_sharded, tokens_of
 
 # Axis sizes, and how [B, T, heads] are split.
@@ -98,12 +108,24 @@ def test_every_implementation(op, implementation, axis_type):
 
 
 @every_op
-def test_large_heads(op):
-    """The map of 256 key channels and 200 value channels takes two runs."""
-    shape = {"heads": 1, "value_heads": 1, "key_size": 256, "value_size": 200}
-    inputs = random_rows(op, batch=1, length=80, **shape)
-    actual, _ = run_sharded(op, "xla", inputs, *MESHES["2"], AxisType.Auto)
-    check(actual, reference(op, inputs), 1e-5)
+def test_without_gradients(op):
+    inputs = random_rows(op)
+    arrays = {name: jnp.asarray(inputs[name], "float32") for name in (*op.tokens, "initial_state")}
+    options = {"output_final_state": True, "partition": P("data", "sequence")}
+    with jax.set_mesh(make_mesh({"data": 2, "sequence": 4}, AxisType.Auto)):
+        o, state = jax.jit(lambda arrays: op.chunk(**arrays, **options))(arrays)
+    expected = reference(op, inputs)
+    assert relative_error(np.asarray(o), expected["o"]) < 1e-5
+    assert relative_error(np.asarray(state), expected["final_state"]) < 1e-5
+
+
+@every_op
+def test_bfloat16(op):
+    inputs = random_inputs(op, length=512)
+    with jax.set_mesh(make_mesh({"sequence": 4}, AxisType.Auto)):
+        options = {"dtype": "bfloat16", "partition": P(None, "sequence")}
+        actual = evaluate(op, "xla", inputs, **options)
+    check(actual, reference(op, inputs, "bfloat16"), 5e-3)
 
 
 @every_op
