@@ -1,4 +1,8 @@
-"""Whole models of other libraries: their outputs, and the same files written back."""
+"""Whole models of other libraries: their outputs, and the same files written back.
+
+Recorded from flash-linear-attention 0.6.0 in float64 (lm_*) and transformers 5.24.0 in float32
+(hf_*), on a CPU.
+"""
 
 import functools
 import json
@@ -18,7 +22,13 @@ from .folders import write
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 FLA = ["lm_gdn", "lm_kda"]
-MODELS = [*FLA, "hf_qwen3_next_lm", "hf_kimi_linear_lm"]
+MODELS = [
+    *FLA,
+    "hf_qwen3_next_lm",
+    "hf_qwen3_5_lm",
+    "hf_olmo_hybrid_lm",
+    "hf_kimi_linear_lm",
+]
 
 # Ten times what correct float32 gives.
 TOLERANCE = 1e-4
