@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import ArrayLike
 
+from ..configuration import sizes
 from ..language_model import LanguageModel
 from ..language_model_config import MIXERS, LanguageModelConfig
 from . import fla, kimi, olmo, qwen
@@ -57,6 +58,7 @@ def load_pretrained(path: Path, *, ignore: Sequence[str] = (), **options: Any) -
     >>> load_pretrained(folder).config.hidden_size
     128
     """
+    _check_ignore(ignore)
     folder = pathlib.Path(path)
     checkpoint = _read_config(folder)
     family = _family(checkpoint)
@@ -87,11 +89,15 @@ def save_pretrained(
 
     Raises:
         FileExistsError: the folder holds a checkpoint.
-        ValueError: the architecture or the tensors differ from those of `like`, or
-            flash-linear-attention does not have it.
+        ValueError: an argument is wrong, the architecture or the tensors differ from those of
+            `like`, or flash-linear-attention does not have it.
 
     Example: see `load_pretrained`.
     """
+    if not isinstance(model, LanguageModel):
+        raise ValueError(f"model must be a LanguageModel, got {type(model).__name__}")
+    _check_ignore(ignore)
+    (max_shard_size,) = sizes(max_shard_size=max_shard_size)
     folder = pathlib.Path(path)
     if any(folder.glob("*.safetensors")) or (folder / CONFIG).exists():
         raise FileExistsError(f"{folder} holds a checkpoint")
@@ -107,7 +113,7 @@ def save_pretrained(
         differing = types.keys() ^ rules.keys()
         raise ValueError(f"{like} and the model differ in tensors: {listing(differing)}")
 
-    def size(name: str) -> int:
+    def bytes_of(name: str) -> int:
         count = sum(parameters[path].size for path in rules[name].parameters)
         return count * types[name].itemsize
 
@@ -115,7 +121,7 @@ def save_pretrained(
         return tensor(rules[name], parameters).astype(types[name])
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder, {name: size(name) for name in rules}, read, max_shard_size)
+    write_tensors(folder, {name: bytes_of(name) for name in rules}, read, max_shard_size)
     write_json(folder / CONFIG, checkpoint)
 
 
@@ -175,6 +181,11 @@ def layer_to_tensors(
     parameters = parameters_of(layer)
     rules = rules_of_all(parameters, family.rules(like, family.options(checkpoint)))
     return {name: tensor(rule, parameters) for name, rule in rules.items()}
+
+
+def _check_ignore(ignore: Sequence[str]) -> None:
+    if isinstance(ignore, str) or not all(isinstance(prefix, str) for prefix in ignore):
+        raise ValueError(f"ignore must be a list of beginnings of names, got {ignore!r}")
 
 
 def _read_config(folder: pathlib.Path) -> CheckpointConfig:

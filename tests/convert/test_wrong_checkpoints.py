@@ -214,3 +214,20 @@ def test_models_that_flash_linear_attention_has_not(tmp_path, changes, message):
 def test_like_another_architecture(tmp_path):
     with pytest.raises(ValueError, match="vocab_size = 300, not 20"):
         save_pretrained(model(), tmp_path / "new", like=DATA / "lm_gdn")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: load_pretrained(DATA / "lm_gdn", ignore="lm_head"), "ignore must be a list"),
+        (lambda path: save_pretrained(model(), path, ignore=[1]), "ignore must be a list"),
+        (
+            lambda path: save_pretrained(model(), path, max_shard_size=0),
+            "max_shard_size must be an",
+        ),
+        (lambda path: save_pretrained(model().head, path), "model must be a LanguageModel, got"),
+    ],
+)
+def test_wrong_calls_name_the_argument(tmp_path, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(tmp_path)
