@@ -7,7 +7,8 @@ A stretch acts on the state S that enters it as an affine map, and its outputs a
 
 The op itself gives all four: run from a zero state, o' and E; run from the K x K identity with
 zeros for values, R as its outputs and M as its state. Documents and padding are masked in the op as
-ever, which makes M = 0 where a document starts within the stretch.
+ever, which makes M = 0 where a document starts within the stretch. For SimpleGLA R_t is q_t times
+the decay up to t, and M the decay of the whole stretch, a number.
 
 All devices gather the M and E of all stretches, in one collective, and work out the state X that
 enters their own:
@@ -34,7 +35,8 @@ forward and backward, where a row of its own would take 0.5 and 1.1.
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +46,11 @@ from jaxtyping import Array, Float, Int
 from .implementation import Implementation, Options
 from .numerics import storage_dtype
 from .packing import Packing
+from .reference import HIGHEST, l2norm
 
-HIGHEST = jax.lax.Precision.HIGHEST
+TILE = 1024
+"""Numbers that a TPU keeps together. The compiler makes an all-reduce, of twice the traffic, out of
+a gathering of anything but whole tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +118,8 @@ class Stretches:
     ) -> Float[Array, "B N HV K V"]:
         """X from M and E of every stretch; with `reverse`, of the later stretches."""
         flat, unravel = ravel_pytree((transition, added))
-        maps = jax.vmap(unravel)(jax.lax.all_gather(flat, self.axes))
+        tiles = jnp.pad(flat, (0, -flat.size % TILE))
+        maps = jax.vmap(unravel)(jax.lax.all_gather(tiles, self.axes)[:, : flat.size])
 
         def step(x, stretch_map):
             transition, added = stretch_map
@@ -123,45 +129,47 @@ class Stretches:
         return x[self.index]
 
 
-def context_parallel(stretch: Implementation, stretches: Stretches) -> Implementation:
-    """An implementation for whole rows, out of the one for each of their stretches."""
-    return Implementation(
-        *(functools.partial(f, stretch, stretches) for f in (_forward, _backward, _outputs))
-    )
+def context_parallel(
+    stretch: Implementation, affine_map: Callable[..., Any], stretches: Stretches
+) -> Implementation:
+    """An implementation for whole rows, out of the one for each of their stretches.
+
+    Args:
+        stretch: the implementation that a stretch runs.
+        affine_map: of its op, `matrix_map` or `decay_map`.
+        stretches: how rows are cut.
+    """
+
+    def outputs(options, tokens, states, *documents):
+        (o, added), (reads, transition) = affine_map(stretch, options, tokens, states, *documents)
+        x = stretches.entering(transition, added)
+        o += _product(options, tokens, "bthk,bhkv->bthv", reads, x[:, 0]).astype(o.dtype)
+        return o, added + _multiply(transition, x)
+
+    def forward(options, tokens, states, *documents):
+        (_, added), (reads, transition) = affine_map(stretch, options, tokens, states, *documents)
+        x = stretches.entering(transition, added)
+        outputs, residuals = stretch.forward(options, tokens, states + x, *documents)
+        return outputs, residuals | {"reads": reads, "transition": transition, "entering": x}
+
+    def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
+        residuals = dict(residuals)
+        reads, transition, x = map(residuals.pop, ("reads", "transition", "entering"))
+        transition = jnp.swapaxes(transition, -1, -2)
+        added = _multiply(transition, dstates)
+        added += _product(options, tokens, "bthk,bthv->bhkv", reads, _valid(packing, do))[:, None]
+        dstates += stretches.entering(transition, added, reverse=True)
+        inputs = tokens, states + x, packing, chunk_document
+        return stretch.backward(options, *inputs, residuals, do, dstates)
+
+    return Implementation(forward, backward, outputs)
 
 
-def _outputs(stretch, stretches, options, tokens, states, *documents):
-    (o, added), (reads, transition) = _affine_map(stretch, options, tokens, states, *documents)
-    x = stretches.entering(transition, added)
-    o += _product(options, tokens, "bthk,bhkv->bthv", reads, x[:, 0]).astype(o.dtype)
-    return o, added + _multiply(transition, x)
-
-
-def _forward(stretch, stretches, options, tokens, states, *documents):
-    (_, added), (reads, transition) = _affine_map(stretch, options, tokens, states, *documents)
-    x = stretches.entering(transition, added)
-    outputs, residuals = stretch.forward(options, tokens, states + x, *documents)
-    return outputs, residuals | {"reads": reads, "transition": transition, "entering": x}
-
-
-def _backward(
-    stretch, stretches, options, tokens, states, packing, chunk_document, residuals, do, dstates
-):
-    residuals = dict(residuals)
-    reads, transition, x = (residuals.pop(name) for name in ("reads", "transition", "entering"))
-    transition = jnp.swapaxes(transition, -1, -2)
-    added = _multiply(transition, dstates)
-    added += _product(options, tokens, "bthk,bthv->bhkv", reads, _valid(packing, do))[:, None]
-    dstates += stretches.entering(transition, added, reverse=True)
-    inputs = tokens, states + x, packing, chunk_document
-    return stretch.backward(options, *inputs, residuals, do, dstates)
-
-
-def _affine_map(stretch, options, tokens, states, *documents):
-    """(o', E) and (R, M)."""
+def matrix_map(stretch, options, tokens, states, *documents):
+    """(o', E) and (R, M) of a delta rule."""
     q, k, v, *gates = tokens
     sizes = v.shape[:3] + k.shape[3:]
-    unwritten = q, k, jnp.zeros(sizes, v.dtype), *gates
+    unwritten = q, k, jnp.zeros(sizes, storage_dtype(q, k, v)), *gates
     identity = jnp.eye(sizes[3], dtype=states.dtype)
     identity = jnp.broadcast_to(identity, (*states.shape[:-1], sizes[3]))
     return (
@@ -170,7 +178,27 @@ def _affine_map(stretch, options, tokens, states, *documents):
     )
 
 
+def decay_map(stretch, options, tokens, states, packing, chunk_document):
+    """(o', E) and (R, M) of decay alone: M is a number, and R_t is q_t times the decay up to t."""
+    q, _, v, g = tokens
+    rows = packing or Packing.unpacked(*q.shape[:2])
+    entered = (rows.valid & (rows.document == 0))[..., None]
+    decay = jnp.exp(jnp.cumsum(jnp.where(entered, g.astype(jnp.float32), 0), axis=1))
+    if options.qk_l2norm:
+        q = l2norm(q.astype(jnp.float32))
+    q = jnp.repeat(q, v.shape[2] // q.shape[2], axis=2)
+    reads = jnp.where(entered[..., None], options.scale * decay[..., None] * q, 0)
+    transition = jnp.where(rows.document[:, -1:] == 0, decay[:, -1], 0)
+    return (
+        stretch.outputs(options, tokens, states, packing, chunk_document),
+        (reads.astype(storage_dtype(*tokens[:3])), transition[:, None, :, None, None]),
+    )
+
+
 def _multiply(transition: Float[Array, "... K K"], x: Float[Array, "... K V"]):
+    """M x, where M may be a number, [1, 1]."""
+    if transition.shape[-1] == 1:
+        return transition * x
     return jnp.matmul(transition, x, precision=HIGHEST)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments
-from .context_parallel import Stretches, context_parallel
+from .context_parallel import Stretches, context_parallel, matrix_map
 from .implementation import Implementation, Options
 from .packing import Alignment, Packing, poisoned_unless_rising
 from .sharding import Placement, needs_partition, warn_of_fallback
@@ -39,17 +39,22 @@ class CallOptions(TypedDict, total=False):
 
 
 class Operation:
-    """An op: its definition, its implementations, and the one `custom_vjp` over them."""
+    """An op: its definition, its implementations, and the one `custom_vjp` over them.
+
+    `affine_map` is how a stretch of tokens acts on the state (see `context_parallel.py`).
+    """
 
     def __init__(
         self,
         name: str,
         reference: Callable[..., Any],
         implementations: Mapping[str, Implementation],
+        affine_map: Callable[..., Any] = matrix_map,
     ):
         self.name = name
         self.reference = reference
         self.implementations = implementations
+        self.affine_map = affine_map
         self._core = jax.custom_vjp(self._primal, nondiff_argnums=(0,))
         self._core.defvjp(self._forward, self._backward)
 
@@ -203,8 +208,7 @@ class Operation:
     def _run(self, options, tokens, states, packing, chunk_document=None):
         if options.implementation == "reference":
             if packing is None:
-                shape = tokens[0].shape[:2]
-                packing = Packing(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
+                packing = Packing.unpacked(*tokens[0].shape[:2])
             return self.reference(
                 *tokens, states, packing, scale=options.scale, qk_l2norm=options.qk_l2norm
             )
@@ -237,7 +241,8 @@ class Operation:
         def bind(name):
             implementation = self.implementations[name]
             if options.time:
-                implementation = context_parallel(implementation, Stretches(options.time))
+                stretches = Stretches(options.time)
+                implementation = context_parallel(implementation, self.affine_map, stretches)
             return functools.partial(getattr(implementation, direction), options)
 
         if options.implementation is not None:

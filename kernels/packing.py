@@ -47,6 +47,11 @@ class Packing:
     valid: Bool[Array, "B T"]
 
     @classmethod
+    def unpacked(cls, batch: int, length: int) -> "Packing":
+        """Rows of one document each."""
+        return cls(jnp.zeros((batch, length), jnp.int32), jnp.ones((batch, length), bool))
+
+    @classmethod
     def from_segment_ids(cls, segment_ids: Int[Array, "B T"]) -> "Packing":
         """A document starts where the id differs from the token before; 0 is padding."""
         before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
+from .context_parallel import decay_map
 from .operation import CallOptions, Implementation, Operation, clamp_decay
 from .tpu import simple_gla as tpu
 from .xla import simple_gla as xla
@@ -19,6 +20,7 @@ _chunk = Operation(
         "pallas_tpu": Implementation(tpu.forward, tpu.backward, tpu.outputs),
         "xla": xla.implementation,
     },
+    decay_map,
 )
 _recurrent = Operation("recurrent_simple_gla", reference.simple_gla, {})
 

@@ -14,6 +14,7 @@ from .cases import (
     OP_IDS,
     OP_IMPLEMENTATIONS,
     OPS,
+    SIMPLE_GLA,
     check,
     evaluate,
     random_inputs,
@@ -130,7 +131,7 @@ def test_bfloat16(op):
 
 @every_op
 def test_only_maps_move(op):
-    """For 2 x 4 v5e chips: one collective forward and one backward, of [K, K + V] a head."""
+    """For 2 x 4 v5e chips: one collective forward and one backward, of M and E a head."""
     topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
     mesh = jax.sharding.Mesh(
         np.array(topology.devices).reshape(4, 2),
@@ -152,7 +153,8 @@ def test_only_maps_move(op):
         program = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
     assert "tpu_custom_call" in program
     moved = re.findall(rf" (\w+\[[\d,]*\])\S* ({COLLECTIVES[3:-3]})\(.*channel_id=(\d+)", program)
-    maps = f"f32[{4 * 64 * (64 + 128)}]"
+    transition = 1024 if op is SIMPLE_GLA else 64 * 64  # a number, padded to a tile
+    maps = f"f32[{4 * (transition + 64 * 128)}]"
     assert [(shape, kind) for shape, kind, _ in sorted(set(moved))] == [(maps, "all-gather")] * 2
 
 
