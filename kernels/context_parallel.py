@@ -2,22 +2,21 @@
 
 A stretch acts on the state S that enters it as an affine map, and its outputs are affine in S too:
 
-    o_t = R_t^T S + o'_t          R_t [K]: what token t reads
     S'  = M S + E                 M [K, K]
+    o_t = R_t^T S + ...           R_t [K]: what token t reads of S
 
-The op itself gives all four: run from a zero state, o' and E; run from the K x K identity with
-zeros for values, R as its outputs and M as its state. Documents and padding are masked in the op as
-ever, which makes M = 0 where a document starts within the stretch. For SimpleGLA R_t is q_t times
-the decay up to t, and M the decay of the whole stretch, a number.
+The op itself gives these: run from a zero state, E; run from the K x K identity with zeros for
+values, R as its outputs and M as its state. Documents and padding are masked in the op as ever,
+which makes M = 0 where a document starts within the stretch. For SimpleGLA R_t is q_t times the
+decay up to t, and M the decay of the whole stretch, a number.
 
-All devices gather the M and E of all stretches, in one collective, and work out the state X that
-enters their own:
+All devices gather the M and E of all stretches, in one collective, work out the state X that enters
+their own, and run the op from it:
 
     X_0 = 0                       X_(r+1) = M_r X_r + E_r
 
-The outputs are then R^T X + o', or, where a gradient is wanted, those of the op run from X, whose
-residuals are needed. A state that a stretch has of its own, as the first one has the row's initial
-state, is simply in place of zero in the first run.
+A state that a stretch has of its own, as the first one has the row's initial state, is in place of
+zero where E is computed, and is added to X.
 
 The gradients of states go the other way. Given those of a stretch's outputs and of the state that
 leaves it, do and dS',
@@ -29,9 +28,13 @@ after one gathering of all M^T and dE, and the op's backward pass runs once, fro
 it, beside what the op saves: M, X and R.
 
 States and maps are float32. What a device holds does not grow with the number of devices, but for
-the gathered maps, [K, K + V] a head and device. Counted for a v6e (8 stretches of 8192 tokens, 16
-heads of 128, bfloat16), a stretch of the gated delta rule takes 1.8 million cycles forward and 2.8
-forward and backward, where a row of its own would take 0.5 and 1.1.
+the gathered maps. Counted for a v6e, in million cycles for a stretch of 8192 tokens (one of eight;
+16 heads of 128, bfloat16) and, in brackets, for a row of its own:
+
+                        forward         forward and backward
+    gated delta rule    1.9 (0.5)       2.8 (1.1)
+    KDA                 2.5 (0.7)       4.1 (2.0)
+    SimpleGLA           0.4 (0.2)       1.1 (0.5)
 """
 
 import dataclasses
@@ -140,17 +143,19 @@ def context_parallel(
         stretches: how rows are cut.
     """
 
-    def outputs(options, tokens, states, *documents):
-        (o, added), (reads, transition) = affine_map(stretch, options, tokens, states, *documents)
+    def entering(options, tokens, states, *documents):
+        reads, transition, added = affine_map(stretch, options, tokens, states, *documents)
         x = stretches.entering(transition, added)
-        o += _product(options, tokens, "bthk,bhkv->bthv", reads, x[:, 0]).astype(o.dtype)
-        return o, added + _multiply(transition, x)
+        return states + x, {"reads": reads, "transition": transition, "entering": x}
+
+    def outputs(options, tokens, states, *documents):
+        states, _ = entering(options, tokens, states, *documents)
+        return stretch.outputs(options, tokens, states, *documents)
 
     def forward(options, tokens, states, *documents):
-        (_, added), (reads, transition) = affine_map(stretch, options, tokens, states, *documents)
-        x = stretches.entering(transition, added)
-        outputs, residuals = stretch.forward(options, tokens, states + x, *documents)
-        return outputs, residuals | {"reads": reads, "transition": transition, "entering": x}
+        states, saved = entering(options, tokens, states, *documents)
+        outputs, residuals = stretch.forward(options, tokens, states, *documents)
+        return outputs, residuals | saved
 
     def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
         residuals = dict(residuals)
@@ -166,20 +171,19 @@ def context_parallel(
 
 
 def matrix_map(stretch, options, tokens, states, *documents):
-    """(o', E) and (R, M) of a delta rule."""
+    """R, M and E of a delta rule."""
     q, k, v, *gates = tokens
     sizes = v.shape[:3] + k.shape[3:]
     unwritten = q, k, jnp.zeros(sizes, storage_dtype(q, k, v)), *gates
     identity = jnp.eye(sizes[3], dtype=states.dtype)
     identity = jnp.broadcast_to(identity, (*states.shape[:-1], sizes[3]))
-    return (
-        stretch.outputs(options, tokens, states, *documents),
-        stretch.outputs(options, unwritten, identity, *documents),
-    )
+    reads, transition = stretch.outputs(options, unwritten, identity, *documents)
+    _, added = stretch.outputs(options, tokens, states, *documents)
+    return reads, transition, added
 
 
 def decay_map(stretch, options, tokens, states, packing, chunk_document):
-    """(o', E) and (R, M) of decay alone: M is a number, and R_t is q_t times the decay up to t."""
+    """R, M and E of decay alone: M is a number, and R_t is q_t times the decay up to t."""
     q, _, v, g = tokens
     rows = packing or Packing.unpacked(*q.shape[:2])
     entered = (rows.valid & (rows.document == 0))[..., None]
@@ -189,10 +193,8 @@ def decay_map(stretch, options, tokens, states, packing, chunk_document):
     q = jnp.repeat(q, v.shape[2] // q.shape[2], axis=2)
     reads = jnp.where(entered[..., None], options.scale * decay[..., None] * q, 0)
     transition = jnp.where(rows.document[:, -1:] == 0, decay[:, -1], 0)
-    return (
-        stretch.outputs(options, tokens, states, packing, chunk_document),
-        (reads.astype(storage_dtype(*tokens[:3])), transition[:, None, :, None, None]),
-    )
+    _, added = stretch.outputs(options, tokens, states, packing, chunk_document)
+    return reads.astype(storage_dtype(*tokens[:3])), transition[:, None, :, None, None], added
 
 
 def _multiply(transition: Float[Array, "... K K"], x: Float[Array, "... K V"]):
