@@ -32,7 +32,6 @@ MESHES = {
     "heads": ({"sequence": 4, "tensor": 2}, P(None, "sequence", "tensor")),
     "two axes": ({"outer": 2, "tensor": 2, "inner": 2}, P(None, ("outer", "inner"), "tensor")),
 }
-FOUR = MESHES["4"]
 every_mesh = pytest.mark.parametrize(("sizes", "partition"), MESHES.values(), ids=MESHES)
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
@@ -70,6 +69,12 @@ def nan_in_padding(inputs, valid):
     return {name: x if "state" in name else fill(x) for name, x in inputs.items()}
 
 
+def evaluate_split(op, count, inputs, **options):
+    """`evaluate`, compiled once for all inputs of one shape."""
+    with jax.set_mesh(make_mesh({"sequence": count}, AxisType.Auto)):
+        return evaluate(op, "xla", inputs, partition=P(None, "sequence"), **options)
+
+
 @every_mesh
 @every_op
 def test_split_equals_whole(op, sizes, partition):
@@ -84,9 +89,22 @@ def test_packed_rows(op, layout):
     ids = np.stack([np.repeat(*np.transpose(runs)) for runs in layout])
     inputs, packing = random_rows(op), {"segment_ids": ids}
     options = {"output_final_state": False}
-    garbage = nan_in_padding(inputs, ids != 0) | packing
-    actual, _ = run_sharded(op, "xla", garbage, *FOUR, AxisType.Auto, **options)
+    actual = evaluate_split(op, 4, nan_in_padding(inputs, ids != 0) | packing, **options)
     check(actual, reference(op, inputs | packing, **options), 1e-5)
+
+
+@every_op
+def test_any_documents(op):
+    """Rows of eight stretches of three tokens, with documents and padding of any length."""
+    rng = np.random.default_rng(0)
+    inputs, options = random_rows(op, batch=4, length=24), {"output_final_state": False}
+    for _ in range(20):
+        draws = rng.choice([0, 0, 1, 2, 3], size=(4, 24))
+        lengths = rng.integers(1, rng.choice([2, 5, 24], size=(4, 1)) + 1, size=(4, 24))
+        ids = np.stack([np.repeat(*row)[:24] for row in zip(draws, lengths, strict=True)])
+        packed = inputs | {"segment_ids": ids}
+        actual = evaluate_split(op, 8, packed, **options)
+        check(actual, reference(op, packed, **options), 1e-5)
 
 
 @pytest.mark.parametrize("offsets", [[0, 30, 90, 160], [0, 0, 40, 40, 120, 130]])
@@ -94,7 +112,7 @@ def test_packed_rows(op, layout):
 def test_cu_seqlens(op, offsets):
     inputs = random_rows(op, batch=1) | {"cu_seqlens": np.array(offsets)}
     options = {"output_final_state": False}
-    actual, _ = run_sharded(op, "xla", inputs, *FOUR, AxisType.Explicit, **options)
+    actual, _ = run_sharded(op, "xla", inputs, *MESHES["4"], AxisType.Explicit, **options)
     check(actual, reference(op, inputs, **options), 1e-5)
 
 
@@ -123,9 +141,7 @@ def test_without_gradients(op):
 @every_op
 def test_bfloat16(op):
     inputs = random_inputs(op, length=512)
-    with jax.set_mesh(make_mesh({"sequence": 4}, AxisType.Auto)):
-        options = {"dtype": "bfloat16", "partition": P(None, "sequence")}
-        actual = evaluate(op, "xla", inputs, **options)
+    actual = evaluate_split(op, 4, inputs, dtype="bfloat16")
     check(actual, reference(op, inputs, "bfloat16"), 5e-3)
 
 
