@@ -44,7 +44,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .implementation import Implementation, Options
 from .numerics import storage_dtype
@@ -104,11 +104,15 @@ class Stretches:
         last = jnp.where(self.index > 0, ends[self.index - 1, :, 1], 0)
         return jnp.stack([jnp.where(last != 0, last, document), last], axis=1)
 
-    def enter(self, state: Float[Array, "B HV K V"]) -> Float[Array, "B HV K V"]:
+    def any(self, x: Bool[Array, " B"]) -> Bool[Array, " B"]:
+        """Whether x is true for any stretch of a row."""
+        return jax.lax.pmax(x.astype(jnp.int32), self.axes) > 0
+
+    def enter(self, state: Float[Array, "B *N HV K V"]) -> Float[Array, "B *N HV K V"]:
         """The row's initial state, for its first stretch."""
         return jnp.where(self.index == 0, state, 0)
 
-    def leave(self, state: Float[Array, "B HV K V"]) -> Float[Array, "B HV K V"]:
+    def leave(self, state: Float[Array, "B *N HV K V"]) -> Float[Array, "B *N HV K V"]:
         """The state after the row's last stretch, on every device."""
         return jax.lax.psum(jnp.where(self.index == self.count - 1, state, 0), self.axes)
 

@@ -106,14 +106,10 @@ class Operation:
             implementation=_implementation_on_mesh(implementation, partition),
             time=() if placement is None else placement.split_time,
         )
+        num_states = num_documents if per_document else None
         if options.time:
-            _check_split_time(options.implementation, per_document)
-        run = functools.partial(
-            self._lay_out,
-            options,
-            num_documents if per_document else None,
-            output_final_state,
-        )
+            _check_split_time(options.implementation, num_states)
+        run = functools.partial(self._lay_out, options, num_states, output_final_state)
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
         if placement is None:
             outputs = run(*arrays)
@@ -145,8 +141,8 @@ class Operation:
             states = initial_state.astype(jnp.float32)
             return jnp.zeros_like(v), states if output_final_state else None
         if options.time:
-            state = initial_state, output_final_state
-            return self._one_state_a_split_row(options, tokens, *state, segment_ids, cu_seqlens)
+            o, states = self._one_stretch(options, tokens, initial_state, segment_ids, cu_seqlens)
+            return o, Stretches(options.time).leave(states) if output_final_state else None
         packing = None
         if segment_ids is not None:
             packing = Packing.from_segment_ids(segment_ids)
@@ -180,14 +176,16 @@ class Operation:
         o, states = self._run(options, tokens, state[:, None], packing)
         return o, states[:, 0]
 
-    def _one_state_a_split_row(
-        self, options, tokens, state, output_final_state, segment_ids, cu_seqlens
-    ):
-        """Lay out one device's stretch of its rows."""
+    def _one_stretch(self, options, tokens, states, segment_ids, cu_seqlens):
+        """Lay out one device's stretch, with a state a row or one for its only document."""
         stretches = Stretches(options.time)
         packing = stretches.packing(segment_ids, cu_seqlens, tokens[0].shape[1])
-        o, state = self._one_state_a_row(options, tokens, stretches.enter(state), packing)
-        return o, stretches.leave(state) if output_final_state else None
+        states = stretches.enter(states)
+        if states.ndim == 4:
+            return self._one_state_a_row(options, tokens, states, packing)
+        o, states = self._run(options, tokens, states, packing)
+        several = stretches.any(packing.document[:, -1] > 0)
+        return o, jnp.where(several[:, None, None, None, None], jnp.nan, states)
 
     def _one_state_a_document(self, options, tokens, states, packing):
         num_documents = states.shape[1]
@@ -292,17 +290,17 @@ def _implementation_on_mesh(
     return "xla"
 
 
-def _check_split_time(implementation: str | None, per_document: bool) -> None:
+def _check_split_time(implementation: str | None, num_states: int | None) -> None:
     if implementation == "reference":
         raise ValueError(
             "partition must leave the time axis whole for implementation='reference', which runs "
             "token after token, got one that splits it"
         )
-    if per_document:
+    if num_states is not None and num_states > 1:
         raise ValueError(
             "partition must leave the time axis whole where each document has a state of its own "
             "(initial_state [B, N, HV, K, V], or output_final_state with segment_ids or "
-            "cu_seqlens), got one that splits it"
+            f"cu_seqlens), got one that splits it and {num_states} documents a row"
         )
 
 

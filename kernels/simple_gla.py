@@ -78,7 +78,7 @@ def chunk_simple_gla(
         partition: how `[B, T, heads]` are split over the mesh in context. Needed where the mesh
             has Auto axes; with Explicit ones the arrays' types tell it. H and HV are both to
             divide by the size of the heads' axes. Devices along the axes of T exchange one state
-            `[K, V]` a head, forward and backward; there is then one state a row.
+            `[K, V]` a head, forward and backward; a row then has one state.
 
     Returns:
         The outputs `[B, T, HV, V]` in v's dtype; and the final state in float32, `[B, HV, K, V]`

@@ -107,6 +107,20 @@ def test_any_documents(op):
         check(actual, reference(op, packed, **options), 1e-5)
 
 
+@every_op
+def test_one_document_a_row_has_a_state(op):
+    ids = np.pad(np.full((2, 90), 7), [(0, 0), (50, 20)])
+    inputs = random_rows(op) | {"segment_ids": ids}
+    inputs |= {name: inputs[name][:, None] for name in ("initial_state", "dfinal_state")}
+    options = {"max_num_segments": 1}
+    actual = evaluate_split(op, 4, inputs, **options)
+    check(actual, reference(op, inputs, **options), 1e-5)
+    ids[0, 60:] = 8
+    state = evaluate_split(op, 4, inputs, **options)["final_state"]
+    assert np.isnan(state[0]).all()
+    assert np.isfinite(state[1]).all()
+
+
 @pytest.mark.parametrize("offsets", [[0, 30, 90, 160], [0, 0, 40, 40, 120, 130]])
 @every_op
 def test_cu_seqlens(op, offsets):
@@ -187,7 +201,7 @@ def test_a_state_a_document(op):
         op.chunk(
             *tokens_of(op, length=12),
             segment_ids=ids,
-            max_num_segments=1,
+            max_num_segments=2,
             output_final_state=True,
             partition=P(None, "sequence"),
         )
