@@ -63,11 +63,11 @@ class Checkpoints:
             step,
             _parts(training),
             custom_metadata={
-                "checksum": _checksum(
-                    nnx.state(training.model),
-                    nnx.state(training.optimizer),
-                    training.data.get_state(),
-                )
+                "checksums": {
+                    "model": _checksum(nnx.state(training.model)),
+                    "optimizer": _checksum(nnx.state(training.optimizer)),
+                    "data": _checksum(training.data.get_state()),
+                }
             },
             force=True,
         )
@@ -103,12 +103,10 @@ class Checkpoints:
         return 0
 
     def _load(self, step: int, training: Training) -> tuple[nnx.State, nnx.State]:
-        metadata = self._checkpointer.checkpointables_metadata(step).custom_metadata
         loaded = self._checkpointer.load_checkpointables(step, _parts(training))
-        model, optimizer = loaded["model"], loaded["optimizer"]
-        if _checksum(model, optimizer, training.data.get_state()) != metadata["checksum"]:
-            raise ValueError("the numbers are not those that were saved")
-        return model, optimizer
+        parts = loaded | {"data": training.data.get_state()}
+        _check_numbers(parts, self._directory / str(step))
+        return loaded["model"], loaded["optimizer"]
 
     def _move_aside(self, unreadable: Mapping[int, str], good: int) -> None:
         for step, reason in unreadable.items():
@@ -124,6 +122,31 @@ class Checkpoints:
             self._checkpointer.reload()
 
 
+def load_model(directory: Path, model: nnx.Module) -> int:
+    """Give a model the parameters of the newest checkpoint, and leave the directory as it is.
+
+    Returns:
+        The checkpoint's step.
+
+    Raises:
+        ValueError: there is no checkpoint, or the newest cannot be read.
+    """
+    steps = [int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
+    if not steps:
+        raise ValueError(f"run_dir must hold a checkpoint, but there is none in {directory}")
+    path = directory.resolve() / str(max(steps))
+    try:
+        loaded = ocp.load_checkpointables(path, {"model": nnx.state(model)})
+        _check_numbers(loaded, path)
+    except Exception as error:  # whatever a damaged file makes the readers raise
+        raise ValueError(
+            f"run_dir must hold a checkpoint that can be read, but {path} cannot: "
+            f"{_root_cause(error)}"
+        ) from error
+    nnx.update(model, loaded["model"])
+    return max(steps)
+
+
 def _parts(training: Training) -> dict[str, Any]:
     return {
         "model": nnx.state(training.model),
@@ -132,10 +155,17 @@ def _parts(training: Training) -> dict[str, Any]:
     }
 
 
-def _checksum(*trees: Any) -> int:
+def _check_numbers(parts: Mapping[str, Any], checkpoint: Path) -> None:
+    metadata = ocp.metadata(checkpoint, checkpointable_name="model").custom_metadata
+    for name, part in parts.items():
+        if _checksum(part) != metadata["checksums"][name]:
+            raise ValueError(f"the numbers of {name} are not those that were saved")
+
+
+def _checksum(tree: Any) -> int:
     """CRC-32 of all the numbers, as the array files (tensorstore 0.1.86) do not notice a change."""
     checksum = 0
-    for leaf in jax.tree.leaves(trees):
+    for leaf in jax.tree.leaves(tree):
         checksum = zlib.crc32(np.asarray(leaf).tobytes(), checksum)
     return checksum
 

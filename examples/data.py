@@ -1,8 +1,9 @@
 """Text as packed rows of bytes: documents, the held-out tail, and the training stream.
 
-A token is a byte; one further token, `DOCUMENT_START`, begins every document, so that its first
-byte is predicted from something. Rows are one token longer than the model's context: the first
-`sequence_length` tokens are its inputs, the last `sequence_length` its targets.
+A token is a byte. One further token, `DOCUMENT_MARK`, begins every document, so that its first byte
+is predicted from something, and ends it where it is trained on, so that the model learns to stop.
+Rows are one token longer than the model's context: the first `sequence_length` tokens are its
+inputs, the last `sequence_length` its targets.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
-DOCUMENT_START = 256
+DOCUMENT_MARK = 256
 VOCAB_SIZE = 257
 
 Rows = tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]
@@ -82,7 +83,7 @@ def training_stream(
 
 
 def pack(documents: Sequence[bytes], length: int) -> Rows:
-    """Rows that hold every token of the documents once.
+    """Rows that hold every token of the documents, marks at both ends, once.
 
     A document fills as many rows as it can; what is left of it shares rows with what is left of
     others.
@@ -91,7 +92,8 @@ def pack(documents: Sequence[bytes], length: int) -> Rows:
         Tokens and segment ids (0 for the padding at the very end), `[rows, length]`.
     """
     full, rest = [], []
-    for tokens in map(_tokens, documents):
+    for document in documents:
+        tokens = np.append(_tokens(document), DOCUMENT_MARK)
         cut = len(tokens) // length * length
         full.append(tokens[:cut])
         rest.append(tokens[cut:])
@@ -126,9 +128,17 @@ def evaluation_rows(documents: Sequence[bytes], sequence_length: int) -> Rows:
     return tokens, segment_ids
 
 
+def encode(beginning: str) -> list[int]:
+    """The tokens of a document's beginning.
+
+    A command line's bytes that are no UTF-8, which Python shows as surrogates, stay what they are.
+    """
+    return [DOCUMENT_MARK, *beginning.encode(errors="surrogateescape")]
+
+
 def decode(tokens: Iterable[int]) -> str:
     """Tokens as text; what is no UTF-8 shows as a replacement mark."""
-    return bytes(t for t in tokens if t != DOCUMENT_START).decode("utf-8", errors="replace")
+    return bytes(t for t in tokens if t != DOCUMENT_MARK).decode("utf-8", errors="replace")
 
 
 def _hold_out_tail(
@@ -151,7 +161,8 @@ def _hold_out_tail(
 
 
 def _tokens(document: bytes) -> Int32[np.ndarray, " T"]:
-    return np.concatenate(([DOCUMENT_START], np.frombuffer(document, np.uint8))).astype(np.int32)
+    """The document behind a mark."""
+    return np.concatenate(([DOCUMENT_MARK], np.frombuffer(document, np.uint8))).astype(np.int32)
 
 
 def _python_manual() -> list[bytes]:

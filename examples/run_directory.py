@@ -47,6 +47,18 @@ class RunDirectory:
         write_json(self.path / "result.json", result)
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """What the run in a directory was begun with.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    config = _read(path / "run.json")
+    if config is None:
+        raise ValueError(f"run_dir must hold a run of train_lm.py, but {path} has no run.json")
+    return config
+
+
 def write_json(path: Path, record: Record) -> None:
     """Write a file that is, whenever the process is killed, the old one or the new one."""
     temporary = path.with_suffix(".tmp")

@@ -7,12 +7,11 @@ plus the signal's number. The last line of output is one JSON object.
 
 import devices  # noqa: F401, I001  before JAX
 
-import contextlib
 import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,23 @@ import jax.numpy as jnp
 from baselines import gzip_bits_per_byte, unigram_bits_per_byte
 from checkpoints import Checkpoints, Training
 from data import (
-    DOCUMENT_START,
+    DOCUMENT_MARK,
     VOCAB_SIZE,
     Text,
     decode,
+    encode,
     evaluation_rows,
     load_text,
     training_stream,
 )
+from errors import one_sentence_errors
 from flax import nnx
 from interrupts import Interrupts
 from loop import Diverged, Schedule, bits_per_byte, train
 from metrics import Metrics, Row, plot_loss
 from optimizer import make_optimizer
 from run_directory import RunDirectory
-from sampling import sample
+from sampling import Sampling, generate
 from train_config import Config, parse_command_line
 
 from gla_layers import LanguageModel, LanguageModelConfig
@@ -156,15 +157,6 @@ def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) ->
     }
 
 
-@contextlib.contextmanager
-def one_sentence_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """What a user can set right ends the program with a sentence, not with a traceback."""
-    try:
-        yield
-    except kinds as error:
-        sys.exit(f"train_lm.py: {error}")
-
-
 def describe(config: Config, model_config: LanguageModelConfig, text: Text) -> dict[str, Any]:
     """All that a run depends on, of JSON types."""
     record = dataclasses.asdict(config)
@@ -176,9 +168,16 @@ def describe(config: Config, model_config: LanguageModelConfig, text: Text) -> d
 
 def continue_prompt(model: LanguageModel, config: Config) -> str:
     """The prompt, and what the model makes of it."""
-    tokens = jnp.array([[DOCUMENT_START, *config.prompt.encode()]])
-    key = jax.random.key(config.seed)
-    return config.prompt + decode(sample(model, tokens, key, num_tokens=config.sample_bytes)[0])
+    prompt = encode(config.prompt)
+    (tokens,) = generate(
+        model,
+        [prompt],
+        jax.random.key(config.seed),
+        max_new_tokens=config.sample_bytes,
+        stop_token=DOCUMENT_MARK,
+        sampling=Sampling(),
+    )
+    return decode([*prompt, *tokens.tolist()])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import Checkpoints, Training
+from checkpoints import Checkpoints, Training, load_model
 from flax import nnx
 
 WIDTH = 300
@@ -164,3 +164,26 @@ def test_what_a_killed_save_leaves_is_no_hindrance(tmp_path):
     assert restore(tmp_path, again) == 4
     next(saved.data), next(again.data)
     assert_same(again, saved)
+
+
+def test_the_model_alone_is_read_and_nothing_is_touched(tmp_path):
+    saved = save(tmp_path, {3, 4})
+    (tmp_path / "5.orbax-checkpoint-tmp" / "model").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    model = make_training(seed=1).model
+    assert load_model(tmp_path, model) == 4
+    expected = jax.tree.leaves(nnx.state(saved.model))
+    for actual, array in zip(jax.tree.leaves(nnx.state(model)), expected, strict=True):
+        np.testing.assert_array_equal(actual, array)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_model_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ValueError, match="run_dir must hold a checkpoint, but there is none in"):
+        load_model(tmp_path / "none", make_training().model)
+    save(tmp_path, {3})
+    with pytest.raises(ValueError, match="3 cannot: ValueError: "):
+        load_model(tmp_path, make_training(width=8).model)
+    damage(tmp_path, 3, "flipped")
+    with pytest.raises(ValueError, match="3 cannot: ValueError: the numbers of model are not"):
+        load_model(tmp_path, make_training().model)

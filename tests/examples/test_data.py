@@ -63,7 +63,7 @@ def test_rows_hold_every_token_of_every_document_once(length):
         for i in np.unique(ids)
         if i
     ]
-    marked = [b"\0" + document for document in DOCUMENTS]
+    marked = [b"\0" + document + b"\0" for document in DOCUMENTS]
     assert sum(map(len, pieces)) == sum(map(len, marked)) == np.sum(segment_ids > 0)
     assert all(any(piece in document for document in marked) for piece in pieces)
     assert sum(len(p) == length for p in pieces) >= sum(len(d) // length for d in marked)

@@ -1,0 +1,92 @@
+"""The generation script on what the training script leaves, and on wrong commands."""
+
+import json
+import sys
+
+import generate
+import pytest
+import train_lm
+
+from gla_layers import language_model_config
+from tests.examples import small_train_lm
+
+TRAIN = (
+    "--mixer simple_gla attention --steps 2 --batch-size 2 --sequence-length 16 "
+    "--held-out-bytes 512 --sample-bytes 12 --seed 5 --run-dir"
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("runs") / "small"
+        patch.setattr(language_model_config, "PRESETS", small_train_lm.PRESETS)
+        patch.setattr(sys, "argv", ["train_lm.py", *TRAIN.split(), str(path)])
+        train_lm.main()
+    return path
+
+
+def run(monkeypatch, capsys, *arguments):
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
+    generate.main()
+    output = capsys.readouterr().out
+    texts, _, result = output.rstrip("\n").rpartition("\n")
+    return texts, json.loads(result)
+
+
+def test_prompts_go_on_for_as_long_as_asked(run_dir, monkeypatch, capsys):
+    files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    arguments = ["--run-dir", run_dir, "--prompt", "größer", "a", "--max-new-tokens", "5"]
+    texts, result = run(monkeypatch, capsys, *arguments, "--top-k", "40", "--top-p", "0.9")
+    assert texts.startswith("--- 1 of 2\ngrößer")
+    assert "\n--- 2 of 2\na" in texts
+    assert result["step"] == 2
+    assert len(result["new_bytes"]) == 2
+    assert all(0 <= count <= 5 for count in result["new_bytes"])
+    assert result["bytes_per_second"] > 0
+    again = run(monkeypatch, capsys, *arguments, "--top-k", "40", "--top-p", "0.9")[0]
+    assert again == texts
+    assert run(monkeypatch, capsys, *arguments, "--seed", "1")[0] != texts
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == files
+
+
+def test_the_sample_of_the_training_script_is_one_of_these(run_dir, monkeypatch, capsys):
+    model, _ = generate.load_trained(run_dir)
+    config = train_lm.Config(prompt="The ", sample_bytes=12, seed=5)
+    expected = train_lm.continue_prompt(model, config)
+    arguments = ["--prompt", "The ", "--max-new-tokens", "12", "--seed", "5"]
+    texts, _ = run(monkeypatch, capsys, "--run-dir", run_dir, *arguments)
+    assert texts == f"--- 1 of 1\n{expected}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["--prompt", ""], ["prompt must be texts that are not empty, got ('',)"]),
+        (["--prompt"], ["prompt must be texts that are not empty, got ()"]),
+        (["--temperature", "-1"], ["temperature must be a number from 0 up, got -1.0"]),
+        (["--top-p", "0"], ["top_p must be above 0 and at most 1, got 0.0"]),
+        (["--top-p", "1.5"], ["top_p must be above 0 and at most 1, got 1.5"]),
+        (["--top-k", "0"], ["top_k must be at least 1, got 0"]),
+        (["--max-new-tokens", "0"], ["max_new_tokens must be at least 1, got 0"]),
+        (["--seed", "-1"], ["seed must be from 0 to 2**32 - 1, got -1"]),
+        (["--top-q", "1"], ["--top-q", "--top-p"]),
+        ([], ["run_dir must hold a run of train_lm.py", "tiny-gated_deltanet has no run.json"]),
+        (["--run-dir", "begun"], ["run_dir must hold a checkpoint, but there is none in begun"]),
+    ],
+)
+def test_wrong_commands_end_with_a_sentence(
+    arguments, messages, run_dir, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").write_bytes((run_dir / "run.json").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        generate.main()
+    code = caught.value.code
+    error = code if isinstance(code, str) else capsys.readouterr().err
+    assert code not in (0, None)
+    assert all(message in " ".join(error.split()) for message in messages), error
+    assert "Traceback" not in error
