@@ -133,15 +133,14 @@ def load_model(directory: Path, model: nnx.Module) -> int:
     """
     steps = [int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
     if not steps:
-        raise ValueError(f"run_dir must hold a checkpoint, but there is none in {directory}")
+        raise ValueError(f"a checkpoint is needed, but {directory} holds none")
     path = directory.resolve() / str(max(steps))
     try:
         loaded = ocp.load_checkpointables(path, {"model": nnx.state(model)})
         _check_numbers(loaded, path)
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise ValueError(
-            f"run_dir must hold a checkpoint that can be read, but {path} cannot: "
-            f"{_root_cause(error)}"
+            f"a checkpoint that can be read is needed, but {path} cannot: {_root_cause(error)}"
         ) from error
     nnx.update(model, loaded["model"])
     return max(steps)

@@ -1,7 +1,11 @@
 """AdamW as language models are trained: warmup and cosine, clipping, decay of matrices alone."""
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 import optax
+from parameters import is_any, name_of
 
 from gla_layers import weight_decay_mask
 
@@ -41,3 +45,19 @@ def make_optimizer(
     if accumulate == 1:
         return optimizer
     return optax.MultiSteps(optimizer, accumulate).gradient_transformation()
+
+
+def freeze(
+    optimizer: optax.GradientTransformation, patterns: Sequence[str]
+) -> optax.GradientTransformation:
+    """An optimizer that leaves parameters as they are whose name matches one of the globs.
+
+    Their gradients do not count for the norm that is clipped, and they have no moments.
+    """
+
+    def labels(parameters):
+        return jax.tree.map_with_path(
+            lambda path, _: "frozen" if is_any(name_of(path), patterns) else "trained", parameters
+        )
+
+    return optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)

@@ -55,7 +55,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     config = _read(path / "run.json")
     if config is None:
-        raise ValueError(f"run_dir must hold a run of train_lm.py, but {path} has no run.json")
+        raise ValueError(f"a run is needed, but {path} holds none: it has no run.json")
     return config
 
 

@@ -25,19 +25,15 @@ COUNTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Train a language model on bytes of text."""
+class TrainingConfig:
+    """What every training run has, whatever its parameters begin from."""
 
-    preset: Literal["tiny", "340m", "1.3b"] = "tiny"
-    """Size of the model, and defaults for the options below."""
-    mixer: tuple[Mixer, ...] = ("gated_deltanet",)
-    """Token mixers, repeated down the layers: several names make a hybrid."""
     text: tuple[str, ...] = ()
     """Files or globs, .jsonl with a "text" a line or plain text; Python's own manual by default."""
     held_out_bytes: int = 32768
     """The end of the text, which is not trained on and measures the model."""
     run_dir: Path | None = None
-    """Where the run lives; runs/<preset>-<mixer> by default."""
+    """Where the run lives; named after the model, below runs/, by default."""
 
     steps: int = 240
     """Updates of the parameters."""
@@ -93,6 +89,16 @@ class Config:
                 )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TrainingConfig):
+    """Train a language model on bytes of text."""
+
+    preset: Literal["tiny", "340m", "1.3b"] = "tiny"
+    """Size of the model, and defaults for the other options."""
+    mixer: tuple[Mixer, ...] = ("gated_deltanet",)
+    """Token mixers, repeated down the layers: several names make a hybrid."""
 
 
 PRESETS: Mapping[str, Config] = {

@@ -7,177 +7,26 @@ plus the signal's number. The last line of output is one JSON object.
 
 import devices  # noqa: F401, I001  before JAX
 
-import dataclasses
-import json
-import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from checkpoints import Checkpoints, Training
-from data import (
-    DOCUMENT_MARK,
-    VOCAB_SIZE,
-    Text,
-    decode,
-    encode,
-    evaluation_rows,
-    load_text,
-    training_stream,
-)
+from data import VOCAB_SIZE
 from errors import one_sentence_errors
-from flax import nnx
-from interrupts import Interrupts
-from loop import Diverged, Schedule, bits_per_byte, train
-from metrics import Metrics, Row, plot_loss
-from optimizer import make_optimizer
-from run_directory import RunDirectory
-from sampling import Sampling, generate
-from train_config import Config, parse_command_line
+from train_config import parse_command_line
+from training_run import complete, make_model
 
-from gla_layers import LanguageModel, LanguageModelConfig
-
-MAY_CHANGE = frozenset(
-    {
-        "text",  # what it holds may not: that has a digest
-        "log_every",
-        "eval_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "tensorboard",
-        "prompt",
-        "sample_bytes",
-    }
-)
-"""What may differ when a run goes on, since the parameters do not depend on it."""
+from gla_layers import LanguageModelConfig
 
 
 def main() -> None:
     """Train, evaluate, sample, and print the result."""
-    with one_sentence_errors(ValueError, OSError):
+    with one_sentence_errors(ValueError):
         config = parse_command_line(sys.argv[1:], __doc__)
-        text = load_text(config.text, config.held_out_bytes)
         model_config = LanguageModelConfig.preset(
             config.preset, vocab_size=VOCAB_SIZE, mixers=config.mixer
         )
-        path = config.run_dir or Path("runs", "-".join((config.preset, *config.mixer)))
-        run = RunDirectory(path, describe(config, model_config, text), may_change=MAY_CHANGE)
-        result = run.result
-        training = None if result else begin(config, model_config, text)
-    if training is None:
-        print(f"{path} holds a finished run; give another --run-dir to train anew")
-    else:
-        rows = train_or_stop(training, config, text, path)
-        print(continue_prompt(training.model, config))
-        result = report(training.model, text, rows, path)
-        run.finish(result)
-    print(json.dumps(result))
-
-
-def begin(config: Config, model_config: LanguageModelConfig, text: Text) -> Training:
-    """The run before its first step."""
-    model = LanguageModel(
-        model_config,
-        dtype=jnp.dtype(config.dtype),
-        remat=config.remat,
-        implementation=config.implementation,
-        rngs=nnx.Rngs(config.seed),
-    )
-    optimizer = make_optimizer(
-        learning_rate=config.learning_rate,
-        warmup_steps=round(config.warmup * config.steps),
-        steps=config.steps,
-        weight_decay=config.weight_decay,
-        clip_norm=config.clip_norm,
-        accumulate=config.accumulate,
-    )
-    data = training_stream(
-        text.training,
-        sequence_length=config.sequence_length,
-        batch_size=config.batch_size,
-        seed=config.seed,
-    )
-    return Training(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param), data)
-
-
-def train_or_stop(training: Training, config: Config, text: Text, path: Path) -> list[Row]:
-    """Train from the newest checkpoint to the end, and return a row of metrics for every step.
-
-    On SIGTERM or Ctrl-C the program ends here, with what it has saved.
-    """
-    rows = evaluation_rows(text.held_out, config.sequence_length)
-    schedule = Schedule(
-        config.steps,
-        config.accumulate,
-        config.log_every,
-        config.eval_every,
-        config.checkpoint_every,
-    )
-    tensorboard = path / "tensorboard" if config.tensorboard else None
-    with (
-        Interrupts() as interrupts,
-        Checkpoints(path / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
-    ):
-        with one_sentence_errors(ValueError, OSError):
-            start = checkpoints.restore(training)
-            metrics = Metrics(path / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
-        if start:
-            print(f"going on from step {start} of {path}", file=sys.stderr)
-        with metrics, one_sentence_errors(Diverged):
-            last_step = train(
-                training,
-                start=start,
-                schedule=schedule,
-                evaluate=lambda model: bits_per_byte(model, rows, config.batch_size),
-                checkpoints=checkpoints,
-                metrics=metrics,
-                interrupts=interrupts,
-            )
-    plot_loss(metrics.rows, path / "loss.png")
-    if last_step < config.steps:
-        print(f"stopped by {interrupts.received.name}; step {last_step} is saved in {path}")
-        sys.exit(128 + interrupts.received)
-    return metrics.rows
-
-
-def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) -> dict[str, Any]:
-    """The outcome of a finished run."""
-    return {
-        "final_step": rows[-1]["step"],
-        "eval_bits_per_byte": rows[-1]["eval_bits_per_byte"],
-        "unigram_bits_per_byte": unigram_bits_per_byte(text.training, text.held_out),
-        "gzip_bits_per_byte": gzip_bits_per_byte(text.held_out),
-        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
-        "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
-        "run_dir": str(path),
-    }
-
-
-def describe(config: Config, model_config: LanguageModelConfig, text: Text) -> dict[str, Any]:
-    """All that a run depends on, of JSON types."""
-    record = dataclasses.asdict(config)
-    del record["run_dir"]
-    record["model"] = dataclasses.asdict(model_config)
-    record["text_sha256"] = text.sha256
-    return json.loads(json.dumps(record, default=dict))
-
-
-def continue_prompt(model: LanguageModel, config: Config) -> str:
-    """The prompt, and what the model makes of it."""
-    prompt = encode(config.prompt)
-    (tokens,) = generate(
-        model,
-        [prompt],
-        jax.random.key(config.seed),
-        max_new_tokens=config.sample_bytes,
-        stop_token=DOCUMENT_MARK,
-        sampling=Sampling(),
-    )
-    return decode([*prompt, *tokens.tolist()])
+    path = config.run_dir or Path("runs", "-".join((config.preset, *config.mixer)))
+    complete(config, model_config, path, lambda: make_model(config, model_config))
 
 
 if __name__ == "__main__":

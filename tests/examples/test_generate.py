@@ -5,25 +5,8 @@ import sys
 
 import generate
 import pytest
-import train_lm
-
-from gla_layers import language_model_config
-from tests.examples import small_train_lm
-
-TRAIN = (
-    "--mixer simple_gla attention --steps 2 --batch-size 2 --sequence-length 16 "
-    "--held-out-bytes 512 --sample-bytes 12 --seed 5 --run-dir"
-)
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        path = tmp_path_factory.mktemp("runs") / "small"
-        patch.setattr(language_model_config, "PRESETS", small_train_lm.PRESETS)
-        patch.setattr(sys, "argv", ["train_lm.py", *TRAIN.split(), str(path)])
-        train_lm.main()
-    return path
+import training_run
+from train_config import Config
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -35,9 +18,9 @@ def run(monkeypatch, capsys, *arguments):
     return texts, json.loads(result)
 
 
-def test_prompts_go_on_for_as_long_as_asked(run_dir, monkeypatch, capsys):
-    files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    arguments = ["--run-dir", run_dir, "--prompt", "größer", "a", "--max-new-tokens", "5"]
+def test_prompts_go_on_for_as_long_as_asked(small_run, monkeypatch, capsys):
+    files = {path: path.stat().st_mtime_ns for path in small_run.rglob("*")}
+    arguments = ["--run-dir", small_run, "--prompt", "größer", "a", "--max-new-tokens", "5"]
     texts, result = run(monkeypatch, capsys, *arguments, "--top-k", "40", "--top-p", "0.9")
     assert texts.startswith("--- 1 of 2\ngrößer")
     assert "\n--- 2 of 2\na" in texts
@@ -48,15 +31,15 @@ def test_prompts_go_on_for_as_long_as_asked(run_dir, monkeypatch, capsys):
     again = run(monkeypatch, capsys, *arguments, "--top-k", "40", "--top-p", "0.9")[0]
     assert again == texts
     assert run(monkeypatch, capsys, *arguments, "--seed", "1")[0] != texts
-    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == files
+    assert {path: path.stat().st_mtime_ns for path in small_run.rglob("*")} == files
 
 
-def test_the_sample_of_the_training_script_is_one_of_these(run_dir, monkeypatch, capsys):
-    model, _ = generate.load_trained(run_dir)
-    config = train_lm.Config(prompt="The ", sample_bytes=12, seed=5)
-    expected = train_lm.continue_prompt(model, config)
+def test_the_sample_of_the_training_script_is_one_of_these(small_run, monkeypatch, capsys):
+    model, _ = generate.load_trained(small_run)
+    config = Config(prompt="The ", sample_bytes=12, seed=5)
+    expected = training_run.continue_prompt(model, config)
     arguments = ["--prompt", "The ", "--max-new-tokens", "12", "--seed", "5"]
-    texts, _ = run(monkeypatch, capsys, "--run-dir", run_dir, *arguments)
+    texts, _ = run(monkeypatch, capsys, "--run-dir", small_run, *arguments)
     assert texts == f"--- 1 of 1\n{expected}"
 
 
@@ -72,15 +55,15 @@ def test_the_sample_of_the_training_script_is_one_of_these(run_dir, monkeypatch,
         (["--max-new-tokens", "0"], ["max_new_tokens must be at least 1, got 0"]),
         (["--seed", "-1"], ["seed must be from 0 to 2**32 - 1, got -1"]),
         (["--top-q", "1"], ["--top-q", "--top-p"]),
-        ([], ["run_dir must hold a run of train_lm.py", "tiny-gated_deltanet has no run.json"]),
-        (["--run-dir", "begun"], ["run_dir must hold a checkpoint, but there is none in begun"]),
+        ([], ["a run is needed", "tiny-gated_deltanet holds none: it has no run.json"]),
+        (["--run-dir", "begun"], ["a checkpoint is needed, but begun/checkpoints holds none"]),
     ],
 )
 def test_wrong_commands_end_with_a_sentence(
-    arguments, messages, run_dir, tmp_path, monkeypatch, capsys
+    arguments, messages, small_run, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "run.json").write_bytes((run_dir / "run.json").read_bytes())
+    (tmp_path / "begun" / "run.json").write_bytes((small_run / "run.json").read_bytes())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
     with pytest.raises(SystemExit) as caught:

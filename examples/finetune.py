@@ -1,0 +1,84 @@
+"""Train a model that train_lm.py has trained on, on another text.
+
+The new run has a directory of its own, and goes on where it stopped when the same command is given
+again. The last line of output is one JSON object.
+"""
+
+import devices  # noqa: F401, I001  before JAX
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+from errors import one_sentence_errors
+from parameters import carry_over, check_frozen
+from run_directory import read_config
+from train_config import TrainingConfig
+from trained import load_trained
+from training_run import complete, make_model
+
+from gla_layers import LanguageModel, LanguageModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TrainingConfig):
+    """What to begin from, and what to change."""
+
+    steps: int = 60
+    """Updates of the parameters."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    from_run: Path = Path("runs", "tiny-gated_deltanet")
+    """Where train_lm.py, or this script, has left a run."""
+    attention_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, whose token mixers become softmax attention, with new parameters."""
+    freeze: tuple[str, ...] = ()
+    """Globs of parameters that stay as they are, as embed/* or layers/*/mlp/*."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.text:
+            raise ValueError("text must name files to train on")
+
+
+def main() -> None:
+    """Load, train, evaluate, sample, and print the result."""
+    with one_sentence_errors(ValueError):
+        config = tyro.cli(Config, description=__doc__)
+        before = LanguageModelConfig(**read_config(config.from_run)["model"])
+        model_config = with_attention(before, config.attention_layers)
+    path = config.run_dir or config.from_run.with_name(f"{config.from_run.name}-finetuned")
+    complete(config, model_config, path, lambda: load(config, model_config), frozen=config.freeze)
+
+
+def with_attention(config: LanguageModelConfig, layers: tuple[int, ...]) -> LanguageModelConfig:
+    """The architecture with attention in some layers.
+
+    Raises:
+        ValueError: there is no such layer, or it has attention already.
+    """
+    mixers = list(config.layer_mixers)
+    for layer in layers:
+        if not 0 <= layer < len(mixers):
+            raise ValueError(f"attention_layers must be from 0 to {len(mixers) - 1}, got {layer}")
+        if mixers[layer] == "attention":
+            raise ValueError(f"attention_layers must have other mixers, but {layer} has attention")
+        mixers[layer] = "attention"
+    return dataclasses.replace(config, mixers=tuple(mixers))
+
+
+def load(config: Config, model_config: LanguageModelConfig) -> LanguageModel:
+    """The model with the old run's parameters; what became of them is printed."""
+    model = make_model(config, model_config)
+    check_frozen(model, config.freeze)
+    old, step = load_trained(config.from_run)
+    replaced = [f"layers/{layer}/mixer/*" for layer in config.attention_layers]
+    parameters = carry_over(old, model, replaced)
+    print(f"from step {step} of {config.from_run}")
+    for kind, names in dataclasses.asdict(parameters).items():
+        print(f"{kind}: {', '.join(names) or 'none'}")
+    return model
+
+
+if __name__ == "__main__":
+    main()

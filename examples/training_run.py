@@ -1,0 +1,201 @@
+"""A training run from its first step to its report, whatever its parameters begin from.
+
+A run lives in a directory, and goes on where it stopped when the same command is given again,
+whatever stopped it. SIGTERM and Ctrl-C stop it after the step at hand, saved, with exit code 128
+plus the signal's number.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from baselines import gzip_bits_per_byte, unigram_bits_per_byte
+from checkpoints import Checkpoints, Training
+from data import (
+    DOCUMENT_MARK,
+    Text,
+    decode,
+    encode,
+    evaluation_rows,
+    load_text,
+    training_stream,
+)
+from errors import one_sentence_errors
+from flax import nnx
+from interrupts import Interrupts
+from loop import Diverged, Schedule, bits_per_byte, train
+from metrics import Metrics, Row, plot_loss
+from optimizer import freeze, make_optimizer
+from run_directory import RunDirectory
+from sampling import Sampling, generate
+from train_config import TrainingConfig
+
+from gla_layers import LanguageModel, LanguageModelConfig
+
+MAY_CHANGE = frozenset(
+    {
+        "text",  # what it holds may not: that has a digest
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "tensorboard",
+        "prompt",
+        "sample_bytes",
+    }
+)
+"""What may differ when a run goes on, since the parameters do not depend on it."""
+
+
+def complete(
+    config: TrainingConfig,
+    model_config: LanguageModelConfig,
+    path: Path,
+    first_model: Callable[[], LanguageModel],
+    *,
+    frozen: Sequence[str] = (),
+) -> None:
+    """Begin or go on with a run, and print a sample and, as the last line, the result in JSON.
+
+    Args:
+        config: the options.
+        model_config: the architecture.
+        path: the run's directory.
+        first_model: makes the model before the first step.
+        frozen: globs of the names of parameters that stay as they are.
+    """
+    with one_sentence_errors(ValueError, OSError):
+        text = load_text(config.text, config.held_out_bytes)
+        run = RunDirectory(path, describe(config, model_config, text), may_change=MAY_CHANGE)
+        result = run.result
+        training = None if result else begin(first_model(), config, text, frozen)
+    if training is None:
+        print(f"{path} holds a finished run; give another --run-dir to train anew")
+    else:
+        rows = train_or_stop(training, config, text, path)
+        print(continue_prompt(training.model, config))
+        result = report(training.model, text, rows, path)
+        run.finish(result)
+    print(json.dumps(result))
+
+
+def make_model(config: TrainingConfig, model_config: LanguageModelConfig) -> LanguageModel:
+    """The model with random parameters."""
+    return LanguageModel(
+        model_config,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        implementation=config.implementation,
+        rngs=nnx.Rngs(config.seed),
+    )
+
+
+def begin(
+    model: LanguageModel, config: TrainingConfig, text: Text, frozen: Sequence[str]
+) -> Training:
+    """The run before its first step."""
+    optimizer = make_optimizer(
+        learning_rate=config.learning_rate,
+        warmup_steps=round(config.warmup * config.steps),
+        steps=config.steps,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+        accumulate=config.accumulate,
+    )
+    if frozen:
+        optimizer = freeze(optimizer, frozen)
+    data = training_stream(
+        text.training,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        seed=config.seed,
+    )
+    return Training(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param), data)
+
+
+def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: Path) -> list[Row]:
+    """Train from the newest checkpoint to the end, and return a row of metrics for every step.
+
+    On SIGTERM or Ctrl-C the program ends here, with what it has saved.
+    """
+    rows = evaluation_rows(text.held_out, config.sequence_length)
+    schedule = Schedule(
+        config.steps,
+        config.accumulate,
+        config.log_every,
+        config.eval_every,
+        config.checkpoint_every,
+    )
+    tensorboard = path / "tensorboard" if config.tensorboard else None
+    with (
+        Interrupts() as interrupts,
+        Checkpoints(path / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
+    ):
+        with one_sentence_errors(ValueError, OSError):
+            start = checkpoints.restore(training)
+            metrics = Metrics(path / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
+        if start:
+            print(f"going on from step {start} of {path}", file=sys.stderr)
+        with metrics, one_sentence_errors(Diverged):
+            last_step = train(
+                training,
+                start=start,
+                schedule=schedule,
+                evaluate=lambda model: bits_per_byte(model, rows, config.batch_size),
+                checkpoints=checkpoints,
+                metrics=metrics,
+                interrupts=interrupts,
+            )
+    plot_loss(metrics.rows, path / "loss.png")
+    if last_step < config.steps:
+        print(f"stopped by {interrupts.received.name}; step {last_step} is saved in {path}")
+        sys.exit(128 + interrupts.received)
+    return metrics.rows
+
+
+def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) -> dict[str, Any]:
+    """The outcome of a finished run."""
+    return {
+        "final_step": rows[-1]["step"],
+        "eval_bits_per_byte": rows[-1]["eval_bits_per_byte"],
+        "unigram_bits_per_byte": unigram_bits_per_byte(text.training, text.held_out),
+        "gzip_bits_per_byte": gzip_bits_per_byte(text.held_out),
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
+        "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
+        "run_dir": str(path),
+    }
+
+
+def describe(
+    config: TrainingConfig, model_config: LanguageModelConfig, text: Text
+) -> dict[str, Any]:
+    """All that a run depends on, of JSON types."""
+    record = dataclasses.asdict(config)
+    del record["run_dir"]
+    record["model"] = dataclasses.asdict(model_config)
+    record["text_sha256"] = text.sha256
+    return json.loads(json.dumps(record, default=_plain))
+
+
+def continue_prompt(model: LanguageModel, config: TrainingConfig) -> str:
+    """The prompt, and what the model makes of it."""
+    prompt = encode(config.prompt)
+    (tokens,) = generate(
+        model,
+        [prompt],
+        jax.random.key(config.seed),
+        max_new_tokens=config.sample_bytes,
+        stop_token=DOCUMENT_MARK,
+        sampling=Sampling(),
+    )
+    return decode([*prompt, *tokens.tolist()])
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else dict(value)
