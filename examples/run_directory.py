@@ -51,11 +51,13 @@ def read_config(path: Path) -> dict[str, Any]:
     """What the run in a directory was begun with.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: there is no run, or no run of a model.
     """
     config = _read(path / "run.json")
     if config is None:
         raise ValueError(f"a run is needed, but {path} holds none: it has no run.json")
+    if "model" not in config:
+        raise ValueError(f"a run of a model is needed, but {path / 'run.json'} tells of none")
     return config
 
 

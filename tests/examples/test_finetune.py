@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import finetune
+import generate
 import jax
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from trained import load_trained
 
 OPTIONS = (
     "--steps 3 --batch-size 2 --sequence-length 16 --held-out-bytes 300 --sample-bytes 4 "
-    "--checkpoint-every 1 --attention-layers 0 --freeze embed/* layers/*/mlp/*"
+    "--checkpoint-every 1 --dtype bfloat16 --attention-layers 0 --freeze embed/* layers/*/mlp/*"
 )
 
 
@@ -52,6 +53,11 @@ def test_frozen_stay_fresh_are_named_and_a_stopped_run_goes_on(
     for name in kinds["loaded"].split(", "):
         frozen = name.startswith("embed/") or "/mlp/" in name
         assert np.array_equal(after[name], before[name]) == frozen, name
+
+    options = ["--run-dir", path, "--prompt", "On", "a kernel", "--max-new-tokens", 3]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, options)])
+    generate.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 3
 
     assert run(monkeypatch, capsys, *command)[-1] == output[-1]
     shutil.rmtree(path / "checkpoints" / "3")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from run_directory import RunDirectory
+from run_directory import RunDirectory, read_config
 
 CONFIG = {"steps": 3, "mixer": ["kda"], "log_every": 1}
 
@@ -55,6 +55,18 @@ def test_a_foreign_directory_is_left_alone(name, content, message, tmp_path):
         open_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "run.json is no JSON object"), ('{"pace": 5}', "run.json tells of none")],
+)
+def test_a_config_of_no_model_is_refused(content, message, tmp_path):
+    with pytest.raises(ValueError, match=r"it has no run\.json"):
+        read_config(tmp_path)
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
 
 
 def test_a_path_that_cannot_be_a_directory(tmp_path):
