@@ -146,21 +146,24 @@ class HeadDecay:
     passing: Float[Array, "B H R N"]
 
     @classmethod
-    def of(cls, g: Float[Array, "B H R N C"], documents: Documents) -> "HeadDecay":
-        """Sum g in two parts: multiples of 1/1024, whose sums are exact in float32, and the rest.
+    def of(
+        cls, g: Float[Array, "B H R N C"], documents: Documents, dtype: jnp.dtype
+    ) -> "HeadDecay":
+        """For dots of operands of `dtype`.
 
-        A difference of two large G so keeps the accuracy of a small one.
+        For float32, g is summed in two parts: multiples of 1/1024, whose sums are exact, and the
+        rest. A difference of two large G so keeps the accuracy of a small one.
         """
         g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
-        coarse = jnp.round(g * 1024) / 1024
-        coarse, fine = (
-            _sum_over_documents("...ij,...j->...i", documents, x) for x in (coarse, g - coarse)
-        )
+        parts = (g,)
+        if dtype == jnp.float32:
+            coarse = jnp.round(g * 1024) / 1024
+            parts = (coarse, g - coarse)
+        sums = [_sum_over_documents("...ij,...j->...i", documents, x) for x in parts]
 
         def decay(mask, difference):
-            mask = mask[:, None, None]
-            log = difference(coarse) + difference(fine)
-            return jnp.exp(jnp.where(mask, log, -jnp.inf))
+            log = sum(map(difference, sums))
+            return jnp.exp(jnp.where(mask[:, None, None], log, -jnp.inf))
 
         return cls(
             between=computed_once(

@@ -55,7 +55,7 @@ def forward(options, states, tokens, documents, chunk_document):
     storage = storage_dtype(*tokens[:3])
     dots = Dots.of(options, storage)
     q, k, v, g, beta = _chunked(options, tokens)
-    decay = HeadDecay.of(g, documents)
+    decay = HeadDecay.of(g, documents, dots.dtype)
     between = decay.between * beta[..., None, :]
     entering, leaving = decay.entering[..., None], (beta * decay.leaving)[..., None]
 
@@ -85,7 +85,7 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     """Gradients of tokens and states."""
     dots = Dots.of(options, storage_dtype(*tokens[:3]))
     q, k, _, g, beta = _chunked(options, tokens)
-    decay = HeadDecay.of(g, documents)
+    decay = HeadDecay.of(g, documents, dots.dtype)
     do = group(tiles_to_chunks(do), q.shape[1])
     entered, inverse, x = (
         group(residuals[name], q.shape[1]) for name in ("states", "inverse", "x")

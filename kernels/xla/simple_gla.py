@@ -7,13 +7,13 @@ a chunk and S' the one that leaves it, per chunk and value head:
     o  = A v + s e^G (q S)
     S' = e^G_C S + (e^(G_C - G) k)^T v
 
-Only the last line runs chunk by chunk. Saved for the backward pass: every S. From the gradients do
-and dS' it computes
+Only the last line runs chunk by chunk. Saved for the backward pass: every S. From the gradients dO
+and dS' it computes, with do = s dO,
 
-    dA = s (do v^T) D
-    dS = e^G_C dS' + (s e^G q)^T do
-    dv = A^T do + e^(G_C - G) (k dS')
-    dq = dA k + s e^G (do S^T)
+    dA = (do v^T) D
+    dS = e^G_C dS' + (e^G q)^T do
+    dv = A^T do + e^(G_C - G) (k dS')           A = (q k^T) D
+    dq = dA k + e^G (do S^T)
     dk = dA^T q + w                            w = e^(G_C - G) (v dS'^T)
     dG = rowsum(q dq - k dk), its last row plus sum(k w) + e^G_C sum(S dS')
 
@@ -42,7 +42,7 @@ def forward(options, states, tokens, documents, chunk_document):
     storage = storage_dtype(*tokens[:3])
     dots = Dots.of(options, storage)
     q, k, v, g = _chunked(options, tokens)
-    decay = HeadDecay.of(g, documents)
+    decay = HeadDecay.of(g, documents, dots.dtype)
 
     added = dots("...jk,...jv->...kv", decay.leaving[..., None] * k, v)
     inputs = (decay.passing[..., None, None],)
@@ -60,25 +60,25 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     """Gradients of tokens and states."""
     dots = Dots.of(options, storage_dtype(*tokens[:3]))
     q, k, v, g = _chunked(options, tokens)
-    decay = HeadDecay.of(g, documents)
+    decay = HeadDecay.of(g, documents, dots.dtype)
     do = group(tiles_to_chunks(do), q.shape[1])
+    do = (options.scale * do).astype(dots.dtype)
     entered = group(residuals["states"], q.shape[1])
     entering, leaving = decay.entering[..., None], decay.leaving[..., None]
 
-    added = dots("...ik,...iv->...kv", options.scale * entering * q, do)
+    added = dots("...ik,...iv->...kv", entering * q, do)
     inputs = (decay.passing[..., None, None],)
     dstates, dleft = carry_states(
         jnp.multiply, dstates, added, inputs, chunk_document, reverse=True
     )
     dleft = dleft.astype(dots.dtype)
-    between = options.scale * decay.between
-    attention = dots("...ik,...jk->...ij", q, k) * between
+    attention = dots("...ik,...jk->...ij", q, k) * decay.between
     attention = computed_once(attention.astype(dots.dtype))
-    dattention = (dots("...iv,...jv->...ij", do, v) * between).astype(dots.dtype)
+    dattention = (dots("...iv,...jv->...ij", do, v) * decay.between).astype(dots.dtype)
     dv = dots("...ij,...iv->...jv", attention, do)
     dv += leaving * dots("...jk,...kv->...jv", k, dleft)
     dq = dots("...ij,...jk->...ik", dattention, k)
-    dq += options.scale * entering * dots("...iv,...kv->...ik", do, entered)
+    dq += entering * dots("...iv,...kv->...ik", do, entered)
     dk_state = leaving * dots("...jv,...kv->...jk", v, dleft)
     dk = dots("...ij,...ik->...jk", dattention, q) + dk_state
     dtotal = jnp.sum(q * dq - k * dk, axis=-1)
