@@ -32,8 +32,8 @@ class Tuning:
 
 
 # A tracing host that knows of no TPU: small enough to compile for every generation, and quick to
-# trace and to interpret.
-DEFAULT = Tuning(heads=4, chunks=1, vmem_limit_bytes=16 * MIB)
+# trace, to compile and to interpret.
+DEFAULT = Tuning(heads=2, chunks=1, vmem_limit_bytes=16 * MIB)
 
 TABLE: dict[str, dict[str, Tuning]] = {
     "gated_delta_rule_forward": {
