@@ -61,7 +61,8 @@ def chunked_cross_entropy(
 
     losses = jax.lax.map(chunk_losses, (hidden, targets))
     losses = jnp.moveaxis(losses, 0, 1)
-    return losses.reshape(losses.shape[0], -1)[:, :length]
+    batch, chunks, chunk_size = losses.shape
+    return losses.reshape(batch, chunks * chunk_size)[:, :length]
 
 
 def _cross_entropy(hidden, targets, head, precision):

@@ -50,6 +50,12 @@ def test_losses_and_gradients_are_those_of_the_definition(length, scale):
         assert_close(actual, reference, 1e-5)
 
 
+def test_no_rows_have_no_losses():
+    _, head, _ = inputs(9)
+    hidden, targets = np.zeros((0, 9, WIDTH), np.float32), np.zeros((0, 9), np.int32)
+    assert chunked_cross_entropy(hidden, head, targets, chunk_size=8).shape == (0, 9)
+
+
 @pytest.mark.parametrize("target", [-100, -1, VOCAB, 2**31 - 1])
 def test_a_target_outside_of_the_vocabulary_has_the_loss_nan(target):
     hidden, head, targets = inputs(9)
