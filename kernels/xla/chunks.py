@@ -56,12 +56,17 @@ class Dots:
         native = functools.partial(product, self.dtype)
         return jax.lax.platform_dependent(x, y, cpu=in_float32, default=native)
 
-    def fine(self, subscripts: str, x: Array, y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """An einsum that takes a float32 y in two parts, if operands are bfloat16."""
-        if self.dtype == jnp.float32:
-            return self(subscripts, x, y)
-        coarse = y.astype(self.dtype).astype(jnp.float32)
-        return self(subscripts, x, coarse) + self(subscripts, x, y - coarse)
+    def fine(self, subscripts: str, x: Array, y: Array) -> Float[Array, "..."]:
+        """An einsum that takes float32 arrays in two parts, if operands are bfloat16."""
+        xs, ys = self._parts(x), self._parts(y)
+        pairs = [(x, y) for i, x in enumerate(xs) for j, y in enumerate(ys) if i + j < 2]
+        return sum(self(subscripts, x, y) for x, y in pairs)
+
+    def _parts(self, x: Array) -> list[Array]:
+        if self.dtype in (jnp.float32, x.dtype):
+            return [x]
+        coarse = x.astype(self.dtype)
+        return [coarse, x - coarse.astype(jnp.float32)]
 
 
 def computed_once(x: Array) -> Array:
@@ -268,7 +273,7 @@ def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "
         joins = (row // half == column // half + 1) & (row // (2 * half) == column // (2 * half))
         t = t - _multiply(dots, t, _multiply(dots, jnp.where(joins, m, 0), t))
         half *= 2
-    product = dots.fine("...jk,...ij->...ik", t, m)
+    product = dots.fine("...ij,...jk->...ik", m, t)
     return t + _multiply(dots, t, jnp.eye(size) - t - product)
 
 

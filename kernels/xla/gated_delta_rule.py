@@ -27,8 +27,9 @@ one product away. From the gradients do and dS' it computes
     dbeta = rowsum(u dx) / beta
 
 where again only dS runs chunk by chunk, from the last to the first. No gradient passes through the
-inverse: (I + M) u = x is differentiated instead. The sums of y make up most of dg, so that its u
-and dS' are not rounded to bfloat16: dg is off by 1.6e-3 on random inputs, in place of 7.0e-3.
+inverse: (I + M) u = x is differentiated instead. T is multiplied in float32: repeated keys without
+decay make its rows cancel. The sums of y make up most of dg, so that its u and dS' are not rounded
+to bfloat16: dg is off by 1.6e-3 on random inputs, in place of 7.0e-3.
 """
 
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ def forward(options, states, tokens, documents, chunk_document):
 
     m = jnp.tril(dots("...ik,...jk->...ij", k, k), -1) * between
     inverse = unit_lower_inverse(m, dots)
-    written = dots("...ij,...ik->...jk", inverse, leaving * k).astype(dots.dtype)
+    ends = (leaving * k).astype(dots.dtype)
+    written = dots.fine("...ij,...ik->...jk", inverse, ends).astype(dots.dtype)
     forgotten = dots("...ik,...il->...kl", written, entering * k).astype(dots.dtype)
     added = dots("...ik,...iv->...kv", written, v)
     inputs = (forgotten, decay.passing[..., None])
@@ -70,7 +72,7 @@ def forward(options, states, tokens, documents, chunk_document):
     entered = entered.astype(storage)
 
     x = (v - entering * dots("...ik,...kv->...iv", k, entered)).astype(storage)
-    u = dots("...ij,...jv->...iv", inverse, x)
+    u = dots.fine("...ij,...jv->...iv", inverse, x)
     attention = dots("...ik,...jk->...ij", q, k) * between
     attention = computed_once(attention.astype(dots.dtype))
     o = dots("...ij,...jv->...iv", attention, u)
@@ -90,14 +92,15 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     entered, inverse, x = (
         group(residuals[name], q.shape[1]) for name in ("states", "inverse", "x")
     )
-    u = dots("...ji,...jv->...iv", inverse, x)
+    u = dots.fine("...ji,...jv->...iv", inverse, x)
     between = decay.between * beta[..., None, :]
     entering, leaving = decay.entering[..., None], (beta * decay.leaving)[..., None]
 
     attention = options.scale * dots("...ik,...jk->...ij", q, k) * between
     attention = computed_once(attention.astype(dots.dtype))
     du = dots("...ij,...iv->...jv", attention, do)
-    read = dots("...ji,...jk->...ik", inverse, entering * k).astype(dots.dtype)
+    starts = (entering * k).astype(dots.dtype)
+    read = dots.fine("...ji,...jk->...ik", inverse, starts).astype(dots.dtype)
     forgotten = dots("...ik,...il->...lk", leaving * k, read).astype(dots.dtype)
     added = dots("...ik,...iv->...kv", options.scale * entering * q, do)
     added -= dots("...ik,...iv->...kv", read, du)
@@ -106,7 +109,7 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     dstates, dleft = carry_states(step, dstates, added, inputs, chunk_document, reverse=True)
     du_state = leaving * dots.fine("...jk,...kv->...jv", k, dleft)
     du += du_state
-    dx = dots("...ji,...iv->...jv", inverse, du)
+    dx = dots.fine("...ji,...iv->...jv", inverse, du.astype(dots.dtype))
     dattention = (options.scale * dots("...iv,...jv->...ij", do, u) * between).astype(dots.dtype)
     dm = (-jnp.tril(dots("...iv,...jv->...ij", dx, u), -1) * between).astype(dots.dtype)
     dq = dots("...ij,...jk->...ik", dattention, k)

@@ -85,11 +85,12 @@ def forward(options, states, tokens, documents, chunk_document):
     q, k, v, g, beta = _chunked(options, tokens)
     decay = ChannelDecay.of(g, documents, dots)
     attention, m = _attention(q, k, decay, dots)
-    inverse = unit_lower_inverse(beta * m, dots).astype(storage)
+    inverse = unit_lower_inverse(beta * m, dots)
     attention = attention.astype(storage)
 
     read = k * decay.entering
-    written = dots("...ij,...ik->...jk", inverse, k * decay.leaving).astype(dots.dtype)
+    ends = (k * decay.leaving).astype(dots.dtype)
+    written = dots.fine("...ij,...ik->...jk", inverse, ends).astype(dots.dtype)
     forgotten = dots("...ik,...il->...kl", written, beta * read)
     added = dots("...ik,...iv->...kv", written, beta * v)
     inputs = (forgotten.astype(dots.dtype), decay.passing)
@@ -98,12 +99,12 @@ def forward(options, states, tokens, documents, chunk_document):
     entered = entered.astype(storage)
 
     x = beta * (v - dots("...ik,...kv->...iv", read, entered))
-    u = dots("...ij,...jv->...iv", inverse, x).astype(storage)
+    u = dots.fine("...ij,...jv->...iv", inverse, x.astype(dots.dtype)).astype(storage)
     rows = jnp.concatenate([attention, q * decay.entering], axis=-1)
     o = dots("...ij,...jv->...iv", rows, jnp.concatenate([u, entered], axis=-2))
     residuals = {
         "states": entered,
-        "inverse": jnp.swapaxes(inverse, -1, -2).astype(jnp.float32),
+        "inverse": jnp.swapaxes(inverse, -1, -2),
         "attention": jnp.swapaxes(attention, -1, -2),
         "v_new": u,
     }
@@ -123,7 +124,8 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     kept = k * decay.leaving
 
     du = dots("...ji,...iv->...jv", attention, do)
-    w = dots("...ji,...jk->...ik", inverse, beta * (k * decay.entering)).astype(dots.dtype)
+    starts = (beta * (k * decay.entering)).astype(dots.dtype)
+    w = dots.fine("...ji,...jk->...ik", inverse, starts).astype(dots.dtype)
     forgotten = dots("...ik,...il->...lk", kept, w)
     added = dots("...ik,...iv->...kv", q * decay.entering, do)
     added -= dots("...ik,...iv->...kv", w, du)
@@ -133,7 +135,7 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     dleft = dleft.astype(dots.dtype)
 
     du += dots("...ik,...kv->...iv", kept, dleft)
-    de = dots("...ji,...iv->...jv", inverse, du)
+    de = dots.fine("...ji,...iv->...jv", inverse, du.astype(dots.dtype))
     dv = beta * de
     dbeta = jnp.sum(de * u, axis=-1) / beta[..., 0]
     terms = _state_gradients(decay, entered, dleft, do, dv, u, dots)

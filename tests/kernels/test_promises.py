@@ -57,6 +57,12 @@ def repeated_keys(op):
     return inputs
 
 
+def repeated_keys_without_decay(op):
+    inputs = repeated_keys(op)
+    inputs["g"] = np.zeros_like(inputs["g"])
+    return inputs
+
+
 def constant_decay(decay, op):
     inputs = random_inputs(op)
     inputs["g"] = np.full_like(inputs["g"], decay)
@@ -84,6 +90,7 @@ COLUMNS = {
     "random": (random_column, {"float32": 1e-5, "bfloat16": 5e-3}),
     "close keys": (close_keys, {"float32": 1e-4, "bfloat16": 2e-2}),
     "repeated keys": (repeated_keys, {"float32": 1e-4, "bfloat16": 3e-2}),
+    "repeated keys, no decay": (repeated_keys_without_decay, {"float32": 1e-4, "bfloat16": 3e-2}),
     "mixed decay": (mixed_decay, {"float32": 1e-5, "bfloat16": 5e-3}),
     "erasing tokens": (erasing_tokens, {"float32": 1e-5, "bfloat16": 5e-3}),
 } | {
