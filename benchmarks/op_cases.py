@@ -101,6 +101,7 @@ CASES = {
     "GDN, recomputed": Case("gated_delta_rule", recompute=True),
     "SimpleGLA": Case("simple_gla", qk_l2norm=False),
     "SimpleGLA, 25 documents": Case("simple_gla", qk_l2norm=False, documents=25),
+    "SimpleGLA, float32": Case("simple_gla", qk_l2norm=False, dtype="float32"),
     "KDA": Case("kda"),
     "KDA, 32 heads": Case("kda", key_heads=32, value_heads=32),
     "KDA, 32 heads, 25 documents": Case("kda", key_heads=32, value_heads=32, documents=25),

@@ -185,7 +185,8 @@ def _matches(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         found = [p for p in map(Path, sorted(glob.glob(pattern, recursive=True))) if p.is_file()]
         if not found:
-            raise ValueError(f"text must name files, but {pattern!r} matches none")
+            hint = "; it is a folder" if Path(pattern).is_dir() else ""
+            raise ValueError(f"text must name files, but {pattern!r} matches none{hint}")
         paths.extend(found)
     return list(dict.fromkeys(paths))
 

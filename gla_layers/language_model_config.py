@@ -103,6 +103,8 @@ class LanguageModelConfig:
         post_norm_mixers = _checked_names("post_norm_mixers", self.post_norm_mixers)
         object.__setattr__(self, "post_norm_mixers", post_norm_mixers)
         object.__setattr__(self, "mixer_options", _checked_options(self.mixer_options))
+        for name in dict.fromkeys(self.mixers):
+            _check_complete(name, self.mixer_options.get(name, {}))
 
     @property
     def layer_mixers(self) -> tuple[str, ...]:
@@ -209,6 +211,16 @@ def _checked_options(mixer_options: Mapping[str, Mapping[str, Any]]) -> FrozenDi
             for name, options in mixer_options.items()
         }
     )
+
+
+def _check_complete(mixer: str, options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(MIXERS[mixer].__init__).parameters
+    required = {name for name, x in parameters.items() if x.default is inspect.Parameter.empty}
+    missing = required - SHARED_OPTIONS - {"self"} - options.keys()
+    if missing:
+        raise ValueError(
+            f"mixer_options of {mixer!r} must hold {sorted(missing)}, got {sorted(options)}"
+        )
 
 
 def _plain(value: Any) -> Any:

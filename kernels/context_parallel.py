@@ -48,7 +48,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .implementation import Implementation, Options
 from .numerics import storage_dtype
-from .packing import Packing
+from .packing import Packing, zero_padding
 from .reference import HIGHEST, l2norm
 
 TILE = 1024
@@ -166,7 +166,8 @@ def context_parallel(
         reads, transition, x = map(residuals.pop, ("reads", "transition", "entering"))
         transition = jnp.swapaxes(transition, -1, -2)
         added = _multiply(transition, dstates)
-        added += _product(options, tokens, "bthk,bthv->bhkv", reads, _valid(packing, do))[:, None]
+        do_valid = zero_padding(do, packing)
+        added += _product(options, tokens, "bthk,bthv->bhkv", reads, do_valid)[:, None]
         dstates += stretches.entering(transition, added, reverse=True)
         inputs = tokens, states + x, packing, chunk_document
         return stretch.backward(options, *inputs, residuals, do, dstates)
@@ -206,11 +207,6 @@ def _multiply(transition: Float[Array, "... K K"], x: Float[Array, "... K V"]):
     if transition.shape[-1] == 1:
         return transition * x
     return jnp.matmul(transition, x, precision=HIGHEST)
-
-
-def _valid(packing: Packing | None, x: Float[Array, "B t HV V"]) -> Float[Array, "B t HV V"]:
-    """Zeros for padding tokens, whatever they held."""
-    return x if packing is None else jnp.where(packing.valid[..., None, None], x, 0)
 
 
 def _product(options: Options, tokens, subscripts: str, x: Array, y: Array) -> Float[Array, "..."]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from . import arguments
 from .context_parallel import Stretches, context_parallel, matrix_map
 from .implementation import Implementation, Options
-from .packing import Alignment, Packing, poisoned_unless_rising
+from .packing import Alignment, Packing, poisoned_unless_rising, zero_padding
 from .sharding import Placement, needs_partition, warn_of_fallback
 
 Tokens = tuple[Array, ...]
@@ -198,7 +198,7 @@ class Operation:
             layout = Alignment.of(packing, num_documents)
             aligned = tuple(layout.align(x) for x in tokens)
             o, new_states = self._run(options, aligned, states, None, layout.chunk_document)
-            o = jnp.where(packing.valid[..., None, None], layout.restore(o), 0)
+            o = zero_padding(layout.restore(o), packing)
         new_states = jnp.where((lengths == 0)[..., None, None, None], states, new_states)
         overflow = jnp.any(packing.document >= num_documents, axis=1)
         return o, jnp.where(overflow[:, None, None, None, None], jnp.nan, new_states)

@@ -127,6 +127,13 @@ class Alignment:
         return _gather_tokens(x, self.target, jnp.nan)
 
 
+def zero_padding(x: Float[Array, "B T *D"], packing: Packing | None) -> Float[Array, "B T *D"]:
+    """Zeros for padding tokens, whatever they held."""
+    if packing is None:
+        return x
+    return jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+
+
 def _gather_tokens(x: Array, index: Int[Array, "B I"], fill: float) -> Array:
     gather = jax.vmap(lambda row, i: row.at[i].get(mode="fill", fill_value=fill))
     return gather(x, index)

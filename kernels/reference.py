@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .packing import Packing
+from .packing import Packing, zero_padding
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -84,17 +84,10 @@ def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def _without_padding(x, packing):
-    """Zeros in padding, which may hold anything, NaN included."""
-    return jnp.where(packing.valid.reshape(*x.shape[:2], *(1,) * (x.ndim - 2)), x, 0)
-
-
 def _recurrence(written_value, q, k, v, g, beta, states, packing, scale, qk_l2norm):
     output_dtype = v.dtype
     compute_dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    q, k, v, g, beta = (
-        _without_padding(x, packing).astype(compute_dtype) for x in (q, k, v, g, beta)
-    )
+    q, k, v, g, beta = (zero_padding(x, packing).astype(compute_dtype) for x in (q, k, v, g, beta))
     states = states.astype(compute_dtype)
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)

@@ -293,6 +293,10 @@ def test_numbers_of_numpy_become_those_of_python():
         ({"mixer_options": {"gdn": {}}}, "'gdn' is no mixer"),
         ({"mixer_options": {"kda": {"heads": 2}}}, "'heads' is no option of mixer 'kda'"),
         ({"mixer_options": ["kda"]}, "mixer_options must map names to options"),
+        (
+            {"mixers": ("latent_attention",)},
+            "mixer_options of 'latent_attention' must hold ['head_dim', 'kv_rank', ",
+        ),
         ({"mixers": None}, "mixers must be a tuple of names, got None"),
         ({"mixer_options": {"kda": None}}, "mixer_options of 'kda' must map names to values, got"),
         ({"mixer_options": {"kda": {"implementation": "xla"}}}, "must leave 'implementation' to"),

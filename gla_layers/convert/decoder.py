@@ -50,6 +50,17 @@ def gated_deltanet(config: CheckpointConfig) -> dict[str, Any]:
     }
 
 
+def rope(config: CheckpointConfig) -> CheckpointConfig:
+    """Where the fields of the rotary embedding are.
+
+    Raises:
+        ValueError: it is not the plain one.
+    """
+    rope = CheckpointConfig(config.get("rope_parameters") or config)
+    rope.require(rope_type=("default",), rope_scaling=(None,))
+    return rope
+
+
 def check_dense(expert_layers: Sequence[int]) -> None:
     """Refuse mixtures of experts.
 

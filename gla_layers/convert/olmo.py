@@ -53,8 +53,7 @@ def _gated_deltanet(config: CheckpointConfig) -> dict[str, Any]:
 
 
 def _attention(config: CheckpointConfig) -> dict[str, Any]:
-    rope = CheckpointConfig(config.get("rope_parameters") or config)
-    rope.require(rope_type=("default",), rope_scaling=(None,))
+    rope = decoder.rope(config)
     return {
         "num_heads": config["num_attention_heads"],
         "num_kv_heads": config["num_key_value_heads"],

@@ -50,8 +50,7 @@ def _expert_layers(config: CheckpointConfig) -> list[int]:
 
 
 def _attention(config: CheckpointConfig) -> dict[str, Any]:
-    rope = CheckpointConfig(config.get("rope_parameters") or config)
-    rope.require(rope_type=("default",), rope_scaling=(None,))
+    rope = decoder.rope(config)
     return {
         "num_heads": config["num_attention_heads"],
         "num_kv_heads": config["num_key_value_heads"],

@@ -7,6 +7,7 @@ divides by it.
 import jax.numpy as jnp
 
 from ..numerics import SMALLEST_DECAY, divisible, storage_dtype
+from ..packing import zero_padding
 from . import gated_delta_rule_backward, gated_delta_rule_forward
 from .blocks import Blocks, flat_tokens, pad_heads, pad_states
 from .tuning import tuning
@@ -66,9 +67,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     )
     dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
     dv = blocks.split_value_heads(dv)[..., : v.shape[3]]
-    dg, dbeta = blocks.time_first(dg), blocks.time_first(dbeta)
-    if packing is not None:
-        dg, dbeta = (jnp.where(packing.valid[..., None], x, 0) for x in (dg, dbeta))
+    dg, dbeta = (zero_padding(blocks.time_first(x), packing) for x in (dg, dbeta))
     return (dq, dk, dv, dg, dbeta), dstates[..., : q.shape[3], : v.shape[3]]
 
 
@@ -76,8 +75,7 @@ def _inputs(blocks, tokens, packing, chunk_document):
     q, k, v, g, beta = tokens
     dtype = storage_dtype(q, k, v)
     g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
-    if packing is not None:
-        g, beta = (jnp.where(packing.valid[..., None], x, 0) for x in (g, beta))
+    g, beta = (zero_padding(x, packing) for x in (g, beta))
     return (
         blocks.prefetched(chunk_document, packing),
         flat_tokens(q, blocks.key_size, dtype),

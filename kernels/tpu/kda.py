@@ -8,6 +8,7 @@ by it.
 import jax.numpy as jnp
 
 from ..numerics import divisible, storage_dtype
+from ..packing import zero_padding
 from . import kda_backward, kda_forward
 from .blocks import Blocks, flat_tokens, pad_heads, pad_states
 from .tuning import tuning
@@ -72,17 +73,14 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     dq, dk = (blocks.sum_key_gradients(x)[..., :key_size] for x in (dq, dk))
     dv = blocks.split_value_heads(dv)[..., :value_size]
     dg = blocks.split_value_heads(dg)[..., :key_size]
-    dbeta = blocks.time_first(dbeta)
-    if packing is not None:
-        dbeta = jnp.where(packing.valid[..., None], dbeta, 0)
+    dbeta = zero_padding(blocks.time_first(dbeta), packing)
     return (dq, dk, dv, dg, dbeta), dstates[..., :key_size, :value_size]
 
 
 def _inputs(blocks, tokens, packing, chunk_document):
     q, k, v, g, beta = tokens
     dtype = storage_dtype(q, k, v)
-    if packing is not None:
-        beta = jnp.where(packing.valid[..., None], beta, 0)
+    beta = zero_padding(beta, packing)
     return (
         blocks.prefetched(chunk_document, packing),
         flat_tokens(q, blocks.key_size, dtype),

@@ -8,6 +8,7 @@ the tensor. Gates are clamped here, and those of padding zeroed: they are small.
 import jax.numpy as jnp
 
 from ..numerics import SMALLEST_DECAY, storage_dtype
+from ..packing import zero_padding
 from . import simple_gla_backward, simple_gla_forward
 from .blocks import Blocks, flat_tokens, pad_states
 from .tuning import tuning
@@ -57,17 +58,13 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     )
     dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
     dv = blocks.split_value_heads(dv)[..., : v.shape[3]]
-    dg = blocks.time_first(dg)
-    if packing is not None:
-        dg = jnp.where(packing.valid[..., None], dg, 0)
+    dg = zero_padding(blocks.time_first(dg), packing)
     return (dq, dk, dv, dg), dstates[..., : q.shape[3], : v.shape[3]]
 
 
 def _inputs(blocks, dtype, tokens, packing, chunk_document):
     q, k, v, g = tokens
-    g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
-    if packing is not None:
-        g = jnp.where(packing.valid[..., None], g, 0)
+    g = zero_padding(jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY), packing)
     return (
         blocks.prefetched(chunk_document, packing),
         flat_tokens(q, blocks.key_size, dtype),

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..operation import Implementation
-from ..packing import CHUNK
-from .chunks import Documents, zero_padding
+from ..packing import CHUNK, zero_padding
+from .chunks import Documents
 
 HEADS_AND_CHUNKS = 128
 """Chunks in a block, counted for each row and head (a block holds at least one chunk of each)."""

@@ -78,13 +78,6 @@ def computed_once(x: Array) -> Array:
     return jax.lax.optimization_barrier(x)
 
 
-def zero_padding(x: Float[Array, "B T *D"], packing: Packing | None) -> Float[Array, "B T *D"]:
-    """Zeros for padding tokens, whatever they held."""
-    if packing is None:
-        return x
-    return jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
-
-
 def group(x: Array, key_heads: int) -> Array:
     """Split the value heads of axis 1 by key head: [B, HV, ...] to [B, H, R, ...]."""
     return x.reshape(x.shape[0], key_heads, -1, *x.shape[2:])

@@ -130,7 +130,7 @@ def test_wrong_files_are_named(content, message, tmp_path):
 def test_missing_and_unreadable_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"text must name files, but '.*no.txt' matches none"):
         data.load_text([str(tmp_path / "no.txt")], 1)
-    with pytest.raises(ValueError, match="matches none"):
+    with pytest.raises(ValueError, match="matches none; it is a folder"):
         data.load_text([str(tmp_path)], 1)
     (tmp_path / "a.txt").write_text("text")
 
