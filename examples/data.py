@@ -15,6 +15,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 import grain
+import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -63,23 +64,45 @@ def load_text(patterns: Sequence[str], held_out_bytes: int) -> Text:
 
 
 def training_stream(
-    documents: Sequence[bytes], *, sequence_length: int, batch_size: int, seed: int
+    documents: Sequence[bytes],
+    *,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    sharding: jax.sharding.Sharding,
 ) -> grain.DatasetIterator:
     """An endless stream of packed batches, shuffled anew each epoch, whose place can be saved.
 
-    The rows are made beforehand and fetched by index, so that a place is one number. (grain's own
-    packing, of a stream, holds back a whole epoch where documents fill their rows.)
+    The rows are made beforehand and fetched by index, so that a place is one number, the same for
+    any number of processes. (grain's own packing, of a stream, holds back a whole epoch where
+    documents fill their rows.)
+
+    Args:
+        documents: the text.
+        sequence_length: tokens that the model sees at a time.
+        batch_size: rows of a batch, over all processes.
+        seed: of the order.
+        sharding: of a batch; a process fetches the rows of its own devices.
 
     Returns:
         An iterator of dictionaries of `tokens` and `segment_ids`, int32
         `[batch_size, sequence_length + 1]`.
     """
-    tokens, segment_ids = pack(documents, sequence_length + 1)
-    rows = grain.MapDataset.range(len(tokens)).seed(seed).shuffle().repeat()
-    rows = rows.map(lambda i: {"tokens": tokens[i], "segment_ids": segment_ids[i]})
+    packed = dict(zip(("tokens", "segment_ids"), pack(documents, sequence_length + 1), strict=True))
+    shape = batch_size, sequence_length + 1
+
+    def fetch(numbers: Int32[np.ndarray, " B"]) -> dict[str, jax.Array]:
+        def array(rows):
+            return jax.make_array_from_callback(
+                shape, sharding, lambda index: rows[numbers[index[0]]][:, index[1]]
+            )
+
+        return {name: array(rows) for name, rows in packed.items()}
+
+    numbers = grain.MapDataset.range(len(packed["tokens"])).seed(seed).shuffle().repeat()
+    batches = numbers.batch(batch_size, drop_remainder=True).map(fetch)
     # The rows lie in memory: reader threads would only cost.
-    rows = rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    return iter(rows.batch(batch_size))
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 
 def pack(documents: Sequence[bytes], length: int) -> Rows:

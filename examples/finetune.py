@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tyro
 from errors import one_sentence_errors
+from mesh import TRAINING
 from parameters import carry_over, check_frozen
 from run_directory import read_config
 from train_config import TrainingConfig
@@ -71,7 +72,7 @@ def load(config: Config, model_config: LanguageModelConfig) -> LanguageModel:
     """The model with the old run's parameters; what became of them is printed."""
     model = make_model(config, model_config)
     check_frozen(model, config.freeze)
-    old, step = load_trained(config.from_run)
+    old, step = load_trained(config.from_run, TRAINING)
     replaced = [f"layers/{layer}/mixer/*" for layer in config.attention_layers]
     parameters = carry_over(old, model, replaced)
     print(f"from step {step} of {config.from_run}")

@@ -74,7 +74,8 @@ def train(
             for _ in range(schedule.accumulate):
                 batch = next(training.data)
                 loss = train_step(training.model, training.optimizer, **batch)
-                pending.add(step, loss, batch["tokens"][:, 1:].size)
+                num_rows, length = batch["tokens"].shape
+                pending.add(step, loss, num_rows * (length - 1))
             interrupted = interrupts.received is not None
             evaluates = schedule.is_due(step, schedule.eval_every)
             saves = interrupted or schedule.is_due(step, schedule.checkpoint_every)

@@ -34,6 +34,9 @@ class TrainingConfig:
     """The end of the text, which is not trained on and measures the model."""
     run_dir: Path | None = None
     """Where the run lives; named after the model, below runs/, by default."""
+    mesh: str | None = None
+    """All devices, as data=2,fsdp=2,tensor=2,sequence=1 (any of these; one may be -1); only one
+    device by default."""
 
     steps: int = 240
     """Updates of the parameters."""

@@ -5,21 +5,31 @@ from pathlib import Path
 import jax.numpy as jnp
 from checkpoints import load_model
 from flax import nnx
+from mesh import create
 from run_directory import read_config
 
-from gla_layers import LanguageModel, LanguageModelConfig
+from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig
+
+ANYWHERE = ShardingConfig()
 
 
-def load_trained(run_dir: Path) -> tuple[LanguageModel, int]:
+def load_trained(run_dir: Path, sharding: ShardingConfig = ANYWHERE) -> tuple[LanguageModel, int]:
     """A model of the newest checkpoint of a run, and that checkpoint's step.
+
+    Args:
+        run_dir: the run.
+        sharding: the layout on the mesh in context, which need not be the run's.
 
     Raises:
         ValueError: there is no run, or no checkpoint that can be read.
     """
     config = read_config(run_dir)
-    model = LanguageModel(
-        LanguageModelConfig(**config["model"]),
-        dtype=jnp.dtype(config["dtype"]),
-        rngs=nnx.Rngs(0),
+    model = create(
+        lambda: LanguageModel(
+            LanguageModelConfig(**config["model"]),
+            dtype=jnp.dtype(config["dtype"]),
+            sharding=sharding,
+            rngs=nnx.Rngs(0),
+        )
     )
     return model, load_model(run_dir / "checkpoints", model)

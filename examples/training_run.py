@@ -29,18 +29,21 @@ from data import (
 from errors import one_sentence_errors
 from flax import nnx
 from interrupts import Interrupts
+from jax.sharding import Mesh
 from loop import Diverged, Schedule, bits_per_byte, train
+from mesh import SAMPLING, TRAINING, batch_sharding, check_divides, create, make_mesh
 from metrics import Metrics, Row, plot_loss
 from optimizer import freeze, make_optimizer
 from run_directory import RunDirectory
 from sampling import Sampling, generate
 from train_config import TrainingConfig
 
-from gla_layers import LanguageModel, LanguageModelConfig
+from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig
 
 MAY_CHANGE = frozenset(
     {
         "text",  # what it holds may not: that has a digest
+        "mesh",
         "log_every",
         "eval_every",
         "checkpoint_every",
@@ -71,33 +74,42 @@ def complete(
         frozen: globs of the names of parameters that stay as they are.
     """
     with one_sentence_errors(ValueError, OSError):
+        mesh = make_mesh(config.mesh)
+        check_divides(mesh, config.batch_size, config.sequence_length)
         text = load_text(config.text, config.held_out_bytes)
         run = RunDirectory(path, describe(config, model_config, text), may_change=MAY_CHANGE)
         result = run.result
-        training = None if result else begin(first_model(), config, text, frozen)
+        with jax.set_mesh(mesh):
+            training = None if result else begin(first_model(), config, text, frozen, mesh)
     if training is None:
         print(f"{path} holds a finished run; give another --run-dir to train anew")
     else:
-        rows = train_or_stop(training, config, text, path)
-        print(continue_prompt(training.model, config))
-        result = report(training.model, text, rows, path)
+        with jax.set_mesh(mesh):
+            rows = train_or_stop(training, config, text, path)
+            print(continue_prompt(training.model, config, model_config))
+            result = report(training.model, text, rows, path)
         run.finish(result)
     print(json.dumps(result))
 
 
-def make_model(config: TrainingConfig, model_config: LanguageModelConfig) -> LanguageModel:
-    """The model with random parameters."""
-    return LanguageModel(
-        model_config,
-        dtype=jnp.dtype(config.dtype),
-        remat=config.remat,
-        implementation=config.implementation,
-        rngs=nnx.Rngs(config.seed),
+def make_model(
+    config: TrainingConfig, model_config: LanguageModelConfig, sharding: ShardingConfig = TRAINING
+) -> LanguageModel:
+    """The model with random parameters, on the mesh in context."""
+    return create(
+        lambda: LanguageModel(
+            model_config,
+            dtype=jnp.dtype(config.dtype),
+            remat=config.remat,
+            sharding=sharding,
+            implementation=config.implementation,
+            rngs=nnx.Rngs(config.seed),
+        )
     )
 
 
 def begin(
-    model: LanguageModel, config: TrainingConfig, text: Text, frozen: Sequence[str]
+    model: LanguageModel, config: TrainingConfig, text: Text, frozen: Sequence[str], mesh: Mesh
 ) -> Training:
     """The run before its first step."""
     optimizer = make_optimizer(
@@ -115,6 +127,7 @@ def begin(
         sequence_length=config.sequence_length,
         batch_size=config.batch_size,
         seed=config.seed,
+        sharding=batch_sharding(mesh),
     )
     return Training(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param), data)
 
@@ -183,11 +196,15 @@ def describe(
     return json.loads(json.dumps(record, default=_plain))
 
 
-def continue_prompt(model: LanguageModel, config: TrainingConfig) -> str:
+def continue_prompt(
+    model: LanguageModel, config: TrainingConfig, model_config: LanguageModelConfig
+) -> str:
     """The prompt, and what the model makes of it."""
     prompt = encode(config.prompt)
+    sampler = nnx.eval_shape(lambda: make_model(config, model_config, SAMPLING))
+    nnx.update(sampler, nnx.state(model))
     (tokens,) = generate(
-        model,
+        sampler,
         [prompt],
         jax.random.key(config.seed),
         max_new_tokens=config.sample_bytes,

@@ -177,7 +177,7 @@ class LanguageModel(nnx.Module):
         check_split("vocab_size", config.vocab_size, sharding.embedding, 0)
         check_split("hidden_size", config.hidden_size, sharding.embedding, 1)
         if not config.tie_embeddings:
-            check_split("vocab_size", config.vocab_size, sharding.in_kernel, 1)
+            check_split("vocab_size", config.vocab_size, sharding.head, 1)
 
         def norm() -> RMSNorm:
             return RMSNorm(
@@ -217,7 +217,7 @@ class LanguageModel(nnx.Module):
                 config.hidden_size,
                 config.vocab_size,
                 use_bias=False,
-                kernel_metadata=metadata(sharding.in_kernel),
+                kernel_metadata=metadata(sharding.head),
                 **matrices,
             )
 

@@ -16,7 +16,7 @@ class ShardingConfig:
     `tensor` and `sequence`, any of which may have the size 1.
 
     Attributes:
-        embedding: `[vocabulary, hidden]`.
+        embedding: `[vocabulary, hidden]`; a head of its own is split alike.
         in_kernel: `[hidden, features]`, projections to heads, gates, feed-forward features.
         out_kernel: `[features, hidden]`, projections back.
         bottleneck_in_kernel: `[hidden, rank]`.
@@ -45,6 +45,11 @@ class ShardingConfig:
     features: P | None = None
     norm: P | None = None
     tokens: P | None = None
+
+    @property
+    def head(self) -> P | None:
+        """Of a language model's head `[hidden, vocabulary]`."""
+        return None if self.embedding is None else P(*reversed(self.embedding))
 
     @classmethod
     def fsdp(cls) -> Self:

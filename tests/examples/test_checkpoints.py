@@ -33,7 +33,13 @@ class Stack(nnx.Module):
 def make_training(seed=0, width=WIDTH):
     model = Stack(width, nnx.Rngs(seed))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, mu_dtype=jnp.bfloat16), wrt=nnx.Param)
-    rows = data.training_stream([b"text" * 50], sequence_length=7, batch_size=2, seed=0)
+    rows = data.training_stream(
+        [b"text" * 50],
+        sequence_length=7,
+        batch_size=2,
+        seed=0,
+        sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )
     return Training(model, optimizer, rows)
 
 

@@ -3,6 +3,7 @@
 import json
 
 import data
+import jax
 import numpy as np
 import pytest
 
@@ -12,11 +13,14 @@ def random_documents(sizes):
     return [rng.integers(1, 256, size, np.uint8).tobytes() for size in sizes]
 
 
+ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 DOCUMENTS = random_documents([5, 40, 17, 16, 15, 31, 64, 100, 3, 1, 8, 200])
 
 
 def stream(documents=DOCUMENTS, batch_size=2):
-    return data.training_stream(documents, sequence_length=15, batch_size=batch_size, seed=3)
+    return data.training_stream(
+        documents, sequence_length=15, batch_size=batch_size, seed=3, sharding=ONE_DEVICE
+    )
 
 
 def test_manual_is_text_without_repetition():
