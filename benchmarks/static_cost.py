@@ -13,13 +13,13 @@ library's kernels on a v6e chip this gives 0.85 to 1.08; programs of XLA's loops
 """
 
 import dataclasses
-import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from .hlo import Operation, Program, hbm_bytes
 from .tpu_compiler import TARGETS, Target, compile_for
 
 DUMP = Path(tempfile.mkdtemp(prefix="static_cost_"))
@@ -97,28 +97,33 @@ def static_cost(
     before = set(DUMP.iterdir())
     compiled = compile_for(target, fn, *args, donate_argnums=donate_argnums)
     dumped = set(DUMP.iterdir()) - before
-    program = Program(compiled.as_text(), TARGETS[target], dumped)
-    program.count("ENTRY", 1)
+    program = Program(compiled.as_text())
+    schedules = Schedules(program, TARGETS[target], dumped)
+    xla: dict[str, float] = {}
+    for operation in program.operations():
+        if operation.is_kernel:
+            schedules.add(operation)
+        elif cycles := operation.times * operation.estimated_cycles(TARGETS[target]):
+            xla[operation.name] = xla.get(operation.name, 0) + cycles
     for path in dumped:
         path.unlink()
     return StaticCost(
         target,
-        tuple(sorted(program.kernels.values(), key=lambda k: -k.cycles * k.calls)),
-        dict(sorted(program.xla.items(), key=lambda item: -item[1])),
+        tuple(sorted(schedules.kernels.values(), key=lambda k: -k.cycles * k.calls)),
+        dict(sorted(xla.items(), key=lambda item: -item[1])),
         compiled.memory_analysis().temp_size_in_bytes,
-        program.unknown_loops,
+        program.unknown_loops + schedules.unknown_loops,
     )
 
 
-class Program:
-    """An optimized HLO program, and the counts of what it calls."""
+class Schedules:
+    """The kernels of a program, by the schedules that the compiler wrote of them."""
 
-    def __init__(self, text: str, target: Target, dumped: set[Path]):
-        self.target = target
+    def __init__(self, program: Program, target: Target, dumped: set[Path]):
         self.kernels: dict[str, Kernel] = {}
-        self.xla: dict[str, float] = {}
         self.unknown_loops = 0
-        self._computations = _computations(text)
+        self._program = program
+        self._target = target
         self._schedules = _files(dumped, r"^\d+-(.*)-\d+-final_bundles\.txt$")
         self._utilizations = _files(
             dumped, r"^\d+-(.*)-\d+-final_hlo-static-per-bundle-utilization\.txt$"
@@ -128,95 +133,37 @@ class Program:
             re.findall(
                 r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"'
                 r'[^\n]*"body":"([^"]*)"',
-                text,
+                program.text,
             )
         )
         self._twins = {self._bodies[name]: name for name in self._schedules if name in self._bodies}
 
-    def count(self, computation: str, times: int) -> None:
-        """Add what a computation costs when it runs so many times."""
-        for line in self._computations.get(computation, ()):
-            match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*)$", line)
-            if match:
-                self._count_operation(computation, *match.groups(), times)
-
-    def _count_operation(self, computation: str, name: str, rest: str, times: int) -> None:
-        if 'custom_call_target="tpu_custom_call"' in rest:
-            self._count_kernel(computation, name, rest, times)
-        elif re.search(r"\bwhile\(", rest):
-            body = re.search(r"body=%?([\w.\-]+)", rest).group(1)
-            self.count(body, times * self._trip_count(rest))
-        elif re.search(r"\b(conditional|call)\(", rest):
-            for called in _called(rest):
-                self.count(called, times)
-        else:
-            self._add(name, self._estimate(rest) * times)
-
-    def _estimate(self, rest: str) -> float:
-        estimate = re.search(r'estimated_cycles":"(\d+)"', rest)
-        if estimate:
-            return int(estimate.group(1))
-        moved = re.match(
-            r"(\S+) (reshape|copy|transpose|concatenate|pad|slice|dynamic-slice|gather|scatter"
-            r"|sort|convert|reduce)\(",
-            rest,
-        )
-        if not moved:
-            return 0
-        # A relayout that XLA gives no estimate: its result written once, and as much read.
-        num_bytes = 2 * _hbm_bytes(moved.group(1))
-        return self.target.memory_cycles(num_bytes) if num_bytes > 1 << 16 else 0
-
-    def _add(self, name: str, cycles: float) -> None:
-        if cycles:
-            self.xla[name] = self.xla.get(name, 0) + cycles
-
-    def _count_kernel(self, computation: str, name: str, rest: str, times: int) -> None:
+    def add(self, operation: Operation) -> None:
+        """Count a kernel's calls, and what one costs."""
+        name = operation.name
         if name in self.kernels:
             kernel = self.kernels[name]
-            self.kernels[name] = dataclasses.replace(kernel, calls=kernel.calls + times)
+            calls = kernel.calls + operation.times
+            self.kernels[name] = dataclasses.replace(kernel, calls=calls)
             return
         scheduled = name if name in self._schedules else self._twins.get(self._bodies.get(name))
         if scheduled is None:
             raise RuntimeError(f"the compiler wrote no schedule of the kernel {name}")
         schedule = Schedule(self._schedules[scheduled])
         self.unknown_loops += schedule.unknown_loops
-        results, operands = rest.split("custom_call_target")[0].split("custom-call(")
-        shapes = self._shapes(computation)
-        num_bytes = _hbm_bytes(results) + sum(
-            _hbm_bytes(shapes.get(operand, "")) for operand in re.findall(r"%([\w.\-]+)", operands)
+        results, operands = operation.rest.split("custom_call_target")[0].split("custom-call(")
+        shapes = self._program.shapes(operation.computation)
+        num_bytes = hbm_bytes(results) + sum(
+            hbm_bytes(shapes.get(operand, "")) for operand in re.findall(r"%([\w.\-]+)", operands)
         )
         self.kernels[name] = Kernel(
             name,
-            times,
+            operation.times,
             schedule.cycles,
             num_bytes,
-            self.target.memory_cycles(num_bytes),
+            self._target.memory_cycles(num_bytes),
             schedule.busy(self._utilizations.get(scheduled)),
         )
-
-    def _shapes(self, computation: str) -> dict[str, str]:
-        pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) "
-        lines = self._computations[computation]
-        return dict(m.groups() for line in lines if (m := re.match(pattern, line)))
-
-    def _trip_count(self, rest: str) -> int:
-        known = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
-        if known:
-            return int(known.group(1))
-        bound = self._loop_bound(re.search(r"condition=%?([\w.\-]+)", rest).group(1))
-        if not bound:
-            self.unknown_loops += 1
-        return bound or 1
-
-    def _loop_bound(self, condition: str) -> int:
-        """The largest constant that a loop's condition compares with."""
-        found, left = [0], [condition]
-        while left:
-            for line in self._computations.get(left.pop(), ()):
-                found += map(int, re.findall(r"s32\[\]\S* constant\((\d+)\)", line))
-                left += re.findall(r"calls=%?([\w.\-]+)", line)
-        return max(found)
 
 
 class Schedule:
@@ -287,42 +234,5 @@ class _Loop:
     inner: list["_Loop"] = dataclasses.field(default_factory=list)
 
 
-def _computations(text: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    lines = None
-    for line in text.splitlines():
-        head = re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if head:
-            lines = found[head.group(2)] = []
-            if head.group(1):
-                found["ENTRY"] = lines
-        elif line.rstrip() == "}":
-            lines = None
-        elif lines is not None:
-            lines.append(line)
-    return found
-
-
-def _called(rest: str) -> Iterator[str]:
-    yield from re.findall(r"(?:to_apply|true_computation|false_computation)=%?([\w.\-]+)", rest)
-    branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
-    if branches:
-        yield from re.findall(r"%([\w.\-]+)", branches.group(1))
-
-
 def _files(paths: set[Path], pattern: str) -> dict[str, Path]:
     return {m.group(1): path for path in paths if (m := re.match(pattern, path.name))}
-
-
-def _hbm_bytes(text: str) -> int:
-    """Bytes of the shapes in a line of HLO, without those that live in vector or scalar memory."""
-    total = 0
-    for kind, dims, layout in re.findall(
-        r"(pred|[suf]\d+|bf16|f8\w*)\[([\d,]*)\]\{([^}]*)\}", text
-    ):
-        if not re.search(r"S\([1-9]\)", layout):
-            width = {"pred": 1, "bf16": 2}.get(kind)
-            if width is None:
-                width = 1 if kind.startswith("f8") else int(re.sub(r"\D", "", kind)) // 8 or 1
-            total += math.prod(int(d) for d in dims.split(",") if d) * width
-    return total

@@ -4,17 +4,15 @@ libtpu reads its settings when it is first used; JAX itself stays on the CPU.
 """
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import (
-    AbstractDevice,
-    AbstractMesh,
-    AxisType,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 jax.config.update("jax_platforms", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -36,6 +34,7 @@ class Target:
         hbm_gb_per_s: memory bandwidth.
         hbm_gb: memory.
         bf16_tflops: peak.
+        ici_gb_per_s: bandwidth to the other chips of a pod, all links together.
     """
 
     topology: str
@@ -43,6 +42,7 @@ class Target:
     hbm_gb_per_s: float
     hbm_gb: int
     bf16_tflops: float
+    ici_gb_per_s: float
 
     def memory_cycles(self, num_bytes: float) -> float:
         """Cycles that moving so many bytes takes at the full bandwidth."""
@@ -50,36 +50,57 @@ class Target:
 
 
 TARGETS = {
-    "v4": Target("v4:2x2x1", 1.05, 1228, 32, 275),
-    "v5e": Target("v5e:2x2", 1.5, 819, 16, 197),
-    "v5p": Target("v5p:2x2x1", 1.75, 2765, 95, 459),
-    "v6e": Target("v6e:2x2", 1.75, 1640, 32, 918),
-    "v7x": Target("tpu7x:2x2x1", 1.9, 3690, 96, 1153),
+    "v4": Target("v4:2x2x1", 1.05, 1228, 32, 275, 300),
+    "v5e": Target("v5e:2x2", 1.5, 819, 16, 197, 200),
+    "v5p": Target("v5p:2x2x1", 1.75, 2765, 95, 459, 600),
+    "v6e": Target("v6e:2x2", 1.75, 1640, 32, 918, 448),
+    "v7x": Target("tpu7x:2x2x1", 1.9, 3690, 96, 1153, 600),
 }
 
 
+def pod(target: str, chips: str, axes: Mapping[str, int]) -> Mesh:
+    """A mesh over the devices of a pod slice that is not there, with Auto axes.
+
+    Args:
+        target: a name in `TARGETS`.
+        chips: the slice, as "16x16".
+        axes: the sizes of the mesh's axes, by name.
+    """
+    name = TARGETS[target].topology.split(":")[0]
+    return _mesh(f"{name}:{chips}", axes)
+
+
 def compile_for(
-    target: str, fn: Callable, *args, donate_argnums: tuple[int, ...] = ()
+    target: str,
+    fn: Callable,
+    *args,
+    donate_argnums: tuple[int, ...] = (),
+    mesh: Mesh | None = None,
 ) -> jax.stages.Compiled:
-    """Compile `fn` for one device of a generation.
+    """Compile `fn` for one device of a generation, or for a mesh of its devices.
 
     Args:
         target: a name in `TARGETS`.
         fn: what `jax.jit` takes.
-        *args: arrays or `jax.ShapeDtypeStruct`s, in any pytree.
+        *args: arrays or `jax.ShapeDtypeStruct`s, in any pytree; with a mesh, each with its
+            sharding.
         donate_argnums: as `jax.jit` has it.
+        mesh: see `pod`.
     """
-    topology = topologies.get_topology_desc(topology_name=TARGETS[target].topology, platform="tpu")
-    device = topology.devices[0]
-    sharding = SingleDeviceSharding(device)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    if mesh is None:
+        mesh = _mesh(TARGETS[target].topology, {"_": 1})
+        everywhere = NamedSharding(mesh, P())
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), args
+        )
     # Lowering a kernel for a TPU on a host without one needs a TPU mesh in context.
-    mesh = AbstractMesh(
-        (1,),
-        ("_",),
-        axis_types=(AxisType.Auto,),
-        abstract_device=AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu"),
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(fn, donate_argnums=donate_argnums).trace(*args)
         return traced.lower(lowering_platforms=("tpu",)).compile()
+
+
+def _mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
+    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    sizes = tuple(axes.values())
+    devices = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))

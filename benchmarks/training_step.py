@@ -1,48 +1,85 @@
-"""Memory of a whole training step on one device of a TPU generation, compiled with no TPU.
+"""Memory of a whole training step on every device, compiled with no TPU.
 
     python -m uv run python -m benchmarks.training_step --targets v5e v6e v7x --remat
+    python -m uv run python -m benchmarks.training_step --targets v5e v6e --remat \
+        --preset 1.3b --chips 16x16 --mesh data=32 fsdp=8 --batch 256
 
 One step of AdamW on a language model in bfloat16 with float32 parameters and optimizer, parameters
-and optimizer donated. Compiling takes minutes a target.
+and optimizer donated, laid out by `ShardingConfig.fsdp_tensor`. Compiling takes minutes a target.
 """
 
 import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from gla_layers import LanguageModel, LanguageModelConfig, weight_decay_mask
+from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig, weight_decay_mask
 
-from .tpu_compiler import TARGETS, compile_for
-
-
-def abstract_training(config: LanguageModelConfig, remat: bool) -> tuple[nnx.Module, nnx.Optimizer]:
-    """A model and its optimizer without arrays."""
-
-    def make() -> tuple[nnx.Module, nnx.Optimizer]:
-        model = LanguageModel(config, dtype=jnp.bfloat16, remat=remat, rngs=nnx.Rngs(0))
-        adamw = optax.adamw(1e-3, weight_decay=0.1, mask=weight_decay_mask)
-        return model, nnx.Optimizer(model, adamw, wrt=nnx.Param)
-
-    return nnx.eval_shape(make)
+from .tpu_compiler import TARGETS, compile_for, pod
 
 
-def compile_step(
-    target: str, config: LanguageModelConfig, *, batch: int, length: int, remat: bool
-) -> jax.stages.Compiled:
-    """The step for one device."""
-    graph, state = nnx.split(abstract_training(config, remat))
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """One update of a language model's parameters.
 
-    def step(state, tokens):
-        model, optimizer = nnx.merge(graph, state)
-        loss, gradients = nnx.value_and_grad(lambda model: model.loss(tokens))(model)
-        optimizer.update(model, gradients)
-        return loss, nnx.state((model, optimizer))
+    Attributes:
+        batch: rows, over all devices.
+        length: tokens a row.
+        remat: see `LanguageModel`.
+    """
 
-    tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-    return compile_for(target, step, state, tokens, donate_argnums=(0,))
+    config: LanguageModelConfig
+    batch: int
+    length: int
+    remat: bool
+
+    def program(self, mesh: Mesh | None) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+        """The step and its arguments without arrays, on a mesh or on one device."""
+        sharding = ShardingConfig() if mesh is None else ShardingConfig.fsdp_tensor()
+
+        def make() -> tuple[nnx.Module, nnx.Optimizer]:
+            model = LanguageModel(
+                self.config,
+                dtype=jnp.bfloat16,
+                remat=self.remat,
+                sharding=sharding,
+                rngs=nnx.Rngs(0),
+            )
+            adamw = optax.adamw(1e-3, weight_decay=0.1, mask=weight_decay_mask)
+            return model, nnx.Optimizer(model, adamw, wrt=nnx.Param)
+
+        def step(state: nnx.State, tokens: jax.Array) -> tuple[jax.Array, nnx.State]:
+            model, optimizer = nnx.merge(graph, state)
+            loss, gradients = nnx.value_and_grad(lambda model: model.loss(tokens))(model)
+            optimizer.update(model, gradients)
+            return loss, nnx.state((model, optimizer))
+
+        tokens = jax.ShapeDtypeStruct((self.batch, self.length + 1), jnp.int32)
+        if mesh is None:
+            graph, state = nnx.split(nnx.eval_shape(make))
+            return step, (state, tokens)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            graph, state = nnx.split(nnx.eval_shape(make))
+        specs = nnx.get_partition_spec(state), P(sharding.tokens[0])
+        place = lambda x, spec: jax.ShapeDtypeStruct(  # noqa: E731
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+        return step, jax.tree.map(place, (state, tokens), specs)
+
+
+def parse_mesh(sizes: list[str]) -> dict[str, int]:
+    """Sizes of the axes of a mesh from `name=size`."""
+    named = dict(size.split("=") for size in sizes)
+    return {name: int(named.pop(name, 1)) for name in ("data", "fsdp", "tensor")} | {
+        name: int(size) for name, size in named.items()
+    }
 
 
 def main() -> None:
@@ -53,17 +90,20 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--preset", default="340m")
     parser.add_argument("--mixers", nargs="+", default=["gated_deltanet"])
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=1, help="rows, over all devices")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--remat", action="store_true")
+    parser.add_argument("--chips", help="a pod slice, as 16x16; one device by default")
+    parser.add_argument("--mesh", nargs="+", default=[], help="as data=32 fsdp=8")
     options = parser.parse_args()
     config = LanguageModelConfig.preset(options.preset, mixers=tuple(options.mixers))
+    training = TrainingStep(config, options.batch, options.length, options.remat)
     print("| target | memory, GB | parameters and optimizer | temporaries | programs | in all |")
     print("|---|---|---|---|---|---|")
     for target in options.targets:
-        compiled = compile_step(
-            target, config, batch=options.batch, length=options.length, remat=options.remat
-        )
+        mesh = options.chips and pod(target, options.chips, parse_mesh(options.mesh))
+        step, arguments = training.program(mesh)
+        compiled = compile_for(target, step, *arguments, donate_argnums=(0,), mesh=mesh)
         memory = compiled.memory_analysis()
         parts = (
             memory.argument_size_in_bytes,

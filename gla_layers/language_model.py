@@ -203,6 +203,7 @@ class LanguageModel(nnx.Module):
         self.config = config
         self.precision = precision
         self.remat = remat
+        self.sharding = sharding
         self.embed = nnx.Embed(
             config.vocab_size,
             config.hidden_size,
@@ -319,10 +320,11 @@ class LanguageModel(nnx.Module):
             self._check_state(state)
         states = (None,) * len(self.layers) if state is None else state
         call = nnx.remat(Block.__call__) if self.remat else Block.__call__
-        x = self.embed(tokens)
+        x = self.sharding.place_hidden(self.embed(tokens))
         new_states = []
         for layer, layer_state in zip(self.layers, states, strict=True):
             x, layer_state = call(layer, x, layer_state, segment_ids)
+            x = self.sharding.place_hidden(x)
             new_states.append(layer_state)
         return self.norm(x), tuple(new_states)
 
@@ -357,6 +359,6 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"{expected}, got {len(state)}")
 
     def _head_kernel(self) -> Float[Array, "D vocab"]:
-        if self.config.tie_embeddings:
-            return self.embed.embedding[...].T
-        return self.head.kernel[...]
+        tied = self.config.tie_embeddings
+        kernel = self.embed.embedding[...].T if tied else self.head.kernel[...]
+        return self.sharding.place_head(kernel)

@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+import jax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,26 @@ class ShardingConfig:
         return dataclasses.replace(
             cls.fsdp_tensor(), tokens=P(("data", "fsdp"), "sequence", "tensor")
         )
+
+    def place_hidden(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Split rows and time as `tokens` are, and leave every token whole.
+
+        Left to itself the compiler splits hidden features as the parameters are, and gathers
+        tokens for every projection.
+        """
+        if self.tokens is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, P(*self.tokens[:2]))
+
+    def place_head(self, kernel: Float[Array, "D vocab"]) -> Float[Array, "D vocab"]:
+        """Split the vocabulary as `head` says, and no hidden feature.
+
+        The loss reads the head once a chunk of tokens, and gathering it each time would cost more
+        than all the rest.
+        """
+        if self.head is None:
+            return kernel
+        return jax.lax.with_sharding_constraint(kernel, P(None, self.head[1]))
 
 
 UNANNOTATED = ShardingConfig()

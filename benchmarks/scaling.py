@@ -1,0 +1,107 @@
+"""Weak scaling of a training step on paper: what each device does, and what it sends.
+
+    python -m uv run python -m benchmarks.scaling --target v5e --chips 2x2 2x4 4x4 8x8 16x16
+
+The step of `training_step`, one row of 8192 tokens a device, parameters split over 8 devices or all
+of fewer (`fsdp`) and rows over all. From programs of two and of three layers follows that of any
+depth, since layers are alike. XLA's own estimate of all that is not a kernel is per device; the
+kernels are the same on every device (`benchmarks.ops` counts them). Assumed for the time that
+sending takes: a ring, all links of a chip busy, nothing waited for. What is sent while the device
+computes costs no time of its own.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections import Counter
+
+from gla_layers import LanguageModelConfig
+
+from .collectives import collectives
+from .hlo import Program
+from .tpu_compiler import TARGETS, Target, compile_for, pod
+from .training_step import TrainingStep
+
+FSDP = 8
+"""Devices over which parameters are split, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one device does in a step.
+
+    Attributes:
+        cycles: of XLA's operations.
+        kernels: how often kernels run.
+        sent: bytes by kind of collective.
+    """
+
+    cycles: float
+    kernels: int
+    sent: Counter
+
+    @classmethod
+    def of(cls, program: Program, target: Target) -> "Step":
+        operations = list(program.operations())
+        sent = Counter()
+        for collective in collectives(program):
+            sent[collective.kind] += collective.sent_bytes
+        return cls(
+            sum(x.times * x.estimated_cycles(target) for x in operations),
+            sum(x.times for x in operations if x.is_kernel),
+            sent,
+        )
+
+    def deepened(self, shallower: "Step", layers: int) -> "Step":
+        """With so many layers more, each as the one that `shallower` lacks."""
+        kinds = self.sent.keys() | shallower.sent.keys()
+        sent = {k: self.sent[k] + layers * (self.sent[k] - shallower.sent[k]) for k in kinds}
+        cycles = self.cycles + layers * (self.cycles - shallower.cycles)
+        kernels = self.kernels + layers * (self.kernels - shallower.kernels)
+        return Step(cycles, kernels, Counter(sent))
+
+
+def step_of(target: str, chips: str, preset: str, mixers: tuple[str, ...], depth: int) -> Step:
+    """The step of a model of `depth` layers on a pod slice."""
+    devices = math.prod(int(n) for n in chips.split("x"))
+    fsdp = min(FSDP, devices)
+    mesh = pod(target, chips, {"data": devices // fsdp, "fsdp": fsdp, "tensor": 1})
+    config = LanguageModelConfig.preset(preset, mixers=mixers, num_layers=depth)
+    training = TrainingStep(config, batch=devices, length=8192, remat=True)
+    step, arguments = training.program(mesh)
+    compiled = compile_for(target, step, *arguments, donate_argnums=(0,), mesh=mesh)
+    return Step.of(Program(compiled.as_text()), TARGETS[target])
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="v5e", choices=list(TARGETS))
+    parser.add_argument("--chips", nargs="+", default=["1x1", "2x2", "2x4", "4x4", "8x8", "16x16"])
+    parser.add_argument("--preset", default="340m")
+    parser.add_argument("--mixers", nargs="+", default=["gated_deltanet"])
+    options = parser.parse_args()
+    target = TARGETS[options.target]
+    mixers = tuple(options.mixers)
+    layers = LanguageModelConfig.preset(options.preset).num_layers
+    print(f"{options.preset}, {layers} layers, {options.target}, XLA's estimates, a device")
+    print("| chips | kernels | all else, Mcycles | ms | sent, MB | ms |")
+    print("|---|---|---|---|---|---|")
+    for chips in options.chips:
+        two, three = (step_of(options.target, chips, options.preset, mixers, n) for n in (2, 3))
+        step = three.deepened(two, layers - 3)
+        kinds = ", ".join(f"{k} {v / 1e6:.0f}" for k, v in sorted(step.sent.items()) if v)
+        figures = (
+            f"{step.kernels}",
+            f"{step.cycles / 1e6:.1f}",
+            f"{step.cycles / target.clock_ghz / 1e6:.0f}",
+            kinds or "nothing",
+            f"{sum(step.sent.values()) / target.ici_gb_per_s / 1e6:.0f}",
+        )
+        print(f"| {chips} | " + " | ".join(figures) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
