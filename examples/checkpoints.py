@@ -13,7 +13,9 @@ import grain
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
+from processes import is_first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +61,15 @@ class Checkpoints:
 
     def save(self, step: int, training: Training) -> None:
         """Save what a run is after `step`."""
+        arrays, place = _arrays(training), training.data.get_state()
+        parts = arrays | {"data": place}
         self._checkpointer.save_checkpointables_async(
             step,
-            _parts(training),
+            arrays,
+            # The place in the data is the same in every process, and for any number of them.
             custom_metadata={
-                "checksums": {
-                    "model": _checksum(nnx.state(training.model)),
-                    "optimizer": _checksum(nnx.state(training.optimizer)),
-                    "data": _checksum(training.data.get_state()),
-                }
+                "data": place,
+                "checksums": {name: _checksum(part) for name, part in parts.items()},
             },
             force=True,
         )
@@ -86,13 +88,14 @@ class Checkpoints:
         unreadable: dict[int, str] = {}
         for checkpoint in reversed(self._checkpointer.checkpoints):
             try:
-                model, optimizer = self._load(checkpoint.step, training)
+                loaded = self._load(checkpoint.step, training)
             except Exception as error:  # whatever a damaged file makes the readers raise
                 unreadable[checkpoint.step] = _root_cause(error)
                 continue
             self._move_aside(unreadable, checkpoint.step)
-            nnx.update(training.model, model)
-            nnx.update(training.optimizer, optimizer)
+            nnx.update(training.model, loaded["model"])
+            nnx.update(training.optimizer, loaded["optimizer"])
+            training.data.set_state(loaded["data"])
             return checkpoint.step
         if unreadable:
             step, reason = next(iter(unreadable.items()))
@@ -102,14 +105,14 @@ class Checkpoints:
             )
         return 0
 
-    def _load(self, step: int, training: Training) -> tuple[nnx.State, nnx.State]:
-        loaded = self._checkpointer.load_checkpointables(step, _parts(training))
-        parts = loaded | {"data": training.data.get_state()}
-        _check_numbers(parts, self._directory / str(step))
-        return loaded["model"], loaded["optimizer"]
+    def _load(self, step: int, training: Training) -> dict[str, Any]:
+        loaded = self._checkpointer.load_checkpointables(step, _arrays(training))
+        loaded["data"] = _metadata(self._directory / str(step))["data"]
+        _check_numbers(loaded, self._directory / str(step))
+        return loaded
 
     def _move_aside(self, unreadable: Mapping[int, str], good: int) -> None:
-        for step, reason in unreadable.items():
+        for step, reason in unreadable.items() if is_first() else ():
             target = self._directory.with_name("unreadable") / f"{step}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(target)
@@ -119,6 +122,7 @@ class Checkpoints:
                 file=sys.stderr,
             )
         if unreadable:
+            multihost_utils.sync_global_devices("moved aside")
             self._checkpointer.reload()
 
 
@@ -146,18 +150,18 @@ def load_model(directory: Path, model: nnx.Module) -> int:
     return max(steps)
 
 
-def _parts(training: Training) -> dict[str, Any]:
-    return {
-        "model": nnx.state(training.model),
-        "optimizer": nnx.state(training.optimizer),
-        "data": training.data,
-    }
+def _arrays(training: Training) -> dict[str, nnx.State]:
+    return {"model": nnx.state(training.model), "optimizer": nnx.state(training.optimizer)}
+
+
+def _metadata(checkpoint: Path) -> Mapping[str, Any]:
+    return ocp.metadata(checkpoint, checkpointable_name="model").custom_metadata
 
 
 def _check_numbers(parts: Mapping[str, Any], checkpoint: Path) -> None:
-    metadata = ocp.metadata(checkpoint, checkpointable_name="model").custom_metadata
+    checksums = _metadata(checkpoint)["checksums"]
     for name, part in parts.items():
-        if _checksum(part) != metadata["checksums"][name]:
+        if _checksum(part) != checksums[name]:
             raise ValueError(f"the numbers of {name} are not those that were saved")
 
 
@@ -165,8 +169,14 @@ def _checksum(tree: Any) -> int:
     """CRC-32 of all the numbers, as the array files (tensorstore 0.1.86) do not notice a change."""
     checksum = 0
     for leaf in jax.tree.leaves(tree):
-        checksum = zlib.crc32(np.asarray(leaf).tobytes(), checksum)
+        checksum = zlib.crc32(_on_host(leaf).tobytes(), checksum)
     return checksum
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return multihost_utils.process_allgather(leaf, tiled=True)
+    return np.asarray(leaf)
 
 
 def _root_cause(error: BaseException) -> str:

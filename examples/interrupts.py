@@ -3,6 +3,9 @@
 import signal
 from types import FrameType, TracebackType
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 
 class Interrupts:
     """Catches SIGTERM and Ctrl-C while it is entered, and remembers which came.
@@ -30,6 +33,13 @@ class Interrupts:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Whether any process has received a signal, which then counts for all; all must ask."""
+        received = int(np.max(multihost_utils.process_allgather(np.int32(self.received or 0))))
+        if received:
+            self.received = signal.Signals(received)
+        return bool(received)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)

@@ -15,6 +15,7 @@ from flax import nnx
 from interrupts import Interrupts
 from jaxtyping import Array, Float, Int
 from metrics import Metrics, Row
+from processes import is_first
 from tqdm import tqdm
 
 from gla_layers import LanguageModel
@@ -69,19 +70,22 @@ def train(
         Diverged: nothing since the loss was a number is saved.
     """
     pending = PendingLosses()
-    with tqdm(total=schedule.steps, initial=start, unit="step") as progress:
+    bar = {"total": schedule.steps, "initial": start, "disable": not is_first()}
+    with tqdm(**bar, unit="step") as progress:
         for step in range(start + 1, schedule.steps + 1):
             for _ in range(schedule.accumulate):
                 batch = next(training.data)
                 loss = train_step(training.model, training.optimizer, **batch)
                 num_rows, length = batch["tokens"].shape
                 pending.add(step, loss, num_rows * (length - 1))
-            interrupted = interrupts.received is not None
             evaluates = schedule.is_due(step, schedule.eval_every)
-            saves = interrupted or schedule.is_due(step, schedule.checkpoint_every)
+            saves = schedule.is_due(step, schedule.checkpoint_every)
             # The first step compiles, and is timed by itself.
             first = step == start + 1
-            if not (first or evaluates or saves or schedule.is_due(step, schedule.log_every)):
+            looks = first or evaluates or saves or schedule.is_due(step, schedule.log_every)
+            # To hear of other processes is to wait for the devices.
+            interrupted = (looks or jax.process_count() == 1) and interrupts.agreed()
+            if not (looks or interrupted):
                 continue
             rows = pending.rows()
             if evaluates:
@@ -92,7 +96,7 @@ def train(
                 bits_per_byte=f"{rows[-1]['bits_per_byte']:.3f}",
                 tokens_per_second=f"{rows[-1]['tokens_per_second']:.0f}",
             )
-            if saves:
+            if saves or interrupted:
                 checkpoints.save(step, training)
             if interrupted:
                 return step

@@ -33,7 +33,8 @@ class RunDirectory:
                 _check_empty(path)
             elif _has_begun(path) or before.keys() != config.keys():
                 _check_same(path, before, config, may_change)
-            write_json(path / "run.json", config)
+            if before != config:
+                write_json(path / "run.json", config)
         except OSError as error:
             raise ValueError(f"run_dir {path} cannot be written: {error.strerror}") from error
 

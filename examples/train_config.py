@@ -37,6 +37,8 @@ class TrainingConfig:
     mesh: str | None = None
     """All devices, as data=2,fsdp=2,tensor=2,sequence=1 (any of these; one may be -1); only one
     device by default."""
+    distributed: bool = False
+    """This is one of several processes, which all get the same options: see processes.py."""
 
     steps: int = 240
     """Updates of the parameters."""

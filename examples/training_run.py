@@ -34,6 +34,7 @@ from loop import Diverged, Schedule, bits_per_byte, train
 from mesh import SAMPLING, TRAINING, batch_sharding, check_divides, create, make_mesh
 from metrics import Metrics, Row, plot_loss
 from optimizer import freeze, make_optimizer
+from processes import first_alone, is_first, join, own_directory
 from run_directory import RunDirectory
 from sampling import Sampling, generate
 from train_config import TrainingConfig
@@ -44,6 +45,7 @@ MAY_CHANGE = frozenset(
     {
         "text",  # what it holds may not: that has a digest
         "mesh",
+        "distributed",
         "log_every",
         "eval_every",
         "checkpoint_every",
@@ -74,10 +76,13 @@ def complete(
         frozen: globs of the names of parameters that stay as they are.
     """
     with one_sentence_errors(ValueError, OSError):
+        if config.distributed:
+            join()
         mesh = make_mesh(config.mesh)
         check_divides(mesh, config.batch_size, config.sequence_length)
         text = load_text(config.text, config.held_out_bytes)
-        run = RunDirectory(path, describe(config, model_config, text), may_change=MAY_CHANGE)
+        record = describe(config, model_config, text)
+        run = first_alone(lambda: RunDirectory(path, record, may_change=MAY_CHANGE))
         result = run.result
         with jax.set_mesh(mesh):
             training = None if result else begin(first_model(), config, text, frozen, mesh)
@@ -88,7 +93,8 @@ def complete(
             rows = train_or_stop(training, config, text, path)
             print(continue_prompt(training.model, config, model_config))
             result = report(training.model, text, rows, path)
-        run.finish(result)
+        if is_first():
+            run.finish(result)
     print(json.dumps(result))
 
 
@@ -145,14 +151,15 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
         config.eval_every,
         config.checkpoint_every,
     )
-    tensorboard = path / "tensorboard" if config.tensorboard else None
     with (
+        own_directory(path) as records,
         Interrupts() as interrupts,
         Checkpoints(path / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
     ):
+        tensorboard = records / "tensorboard" if config.tensorboard else None
         with one_sentence_errors(ValueError, OSError):
             start = checkpoints.restore(training)
-            metrics = Metrics(path / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
+            metrics = Metrics(records / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
         if start:
             print(f"going on from step {start} of {path}", file=sys.stderr)
         with metrics, one_sentence_errors(Diverged):
@@ -165,7 +172,7 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
                 metrics=metrics,
                 interrupts=interrupts,
             )
-    plot_loss(metrics.rows, path / "loss.png")
+        plot_loss(metrics.rows, records / "loss.png")
     if last_step < config.steps:
         print(f"stopped by {interrupts.received.name}; step {last_step} is saved in {path}")
         sys.exit(128 + interrupts.received)

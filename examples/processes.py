@@ -1,0 +1,66 @@
+"""A run in several processes: who takes part, and which of them writes."""
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+SECONDS_UNTIL_DEAD = 30
+"""Silence after which a process counts as dead, and the others end."""
+
+
+def join() -> None:
+    """Find the other processes; call it before any computation. Only the first then prints.
+
+    TPU pods, Slurm, Open MPI and Kubernetes tell JAX what it must know. Elsewhere the environment
+    does: `JAX_COORDINATOR_ADDRESS`, host and port of the first process, `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID`, from 0.
+
+    Raises:
+        ValueError: nobody tells.
+    """
+    # Its handler would keep SIGTERM from ending a process that is not training yet.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        num_processes=_number("JAX_NUM_PROCESSES"),
+        process_id=_number("JAX_PROCESS_ID"),
+        heartbeat_timeout_seconds=SECONDS_UNTIL_DEAD,
+        shutdown_timeout_seconds=SECONDS_UNTIL_DEAD,
+    )
+    if not is_first():
+        sys.stdout = io.StringIO()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and prints."""
+    return jax.process_index() == 0
+
+
+def first_alone[T](function: Callable[[], T]) -> T:
+    """Call a function in the first process, and then in the others, which find what it wrote."""
+    result = function() if is_first() else None
+    multihost_utils.sync_global_devices("first_alone")
+    return result if is_first() else function()
+
+
+@contextlib.contextmanager
+def own_directory(path: Path) -> Iterator[Path]:
+    """Where this process keeps records: in the path, or, if it is not the first, in no place."""
+    if is_first():
+        yield path
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            yield Path(directory)
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is not None and not text.isdecimal():
+        raise ValueError(f"{name} must be a whole number, got {text!r}")
+    return None if text is None else int(text)
