@@ -29,6 +29,7 @@ class Case:
     """
 
     op: str
+    batch: int = 1
     key_heads: int = 16
     value_heads: int = 16
     length: int = 8192
@@ -45,7 +46,7 @@ class Case:
         per_channel = self.head_size if self.op == "kda" else 1
 
         def array(size, dtype):
-            return jax.ShapeDtypeStruct((1, self.length, size), dtype)
+            return jax.ShapeDtypeStruct((self.batch, self.length, size), dtype)
 
         arguments = {
             "q": array(keys, self.dtype),
@@ -63,7 +64,8 @@ class Case:
         packing = {}
         if self.documents:
             document = jnp.arange(self.length) * self.documents // self.length
-            packing["segment_ids"] = document[None].astype(jnp.int32) + 1
+            ids = document.astype(jnp.int32) + 1
+            packing["segment_ids"] = jnp.broadcast_to(ids, (self.batch, self.length))
 
         def run(arguments):
             heads = dict(arguments)

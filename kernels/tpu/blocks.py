@@ -1,10 +1,10 @@
 """How the arrays of a call are cut into the blocks of its grid steps.
 
 Tokens are [B, T, heads * size], as projections make them: a 4-D operand would force a relayout of
-every tensor. A grid step (batch row, block of heads, block of chunks) holds `chunks * CHUNK` rows
-of `heads` value heads, side by side on the lanes, and of the key heads that those read. Gates are
-[B, HV / heads, heads, T], time on the lanes. The last block may run past T: what lies beyond is
-undefined until `clear_padding` has run.
+every tensor. A grid step (block of batch rows, of heads, of chunks) holds, of each batch row,
+`chunks * CHUNK` rows of `heads` value heads, side by side on the lanes, and of the key heads that
+those read. Gates are [B, HV / heads, heads, T], time on the lanes. The last block may run past T:
+what lies beyond is undefined until `clear_padding` has run.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ class Blocks:
     Attributes:
         heads: value heads a block.
         chunks: chunks a block.
+        batch_rows: batch rows a block.
         reverse: whether the grid walks through time backwards.
         vmem_limit_bytes: see `Tuning`.
     """
@@ -42,6 +43,7 @@ class Blocks:
     value_size: int
     heads: int
     chunks: int
+    batch_rows: int
     reverse: bool
     vmem_limit_bytes: int
 
@@ -58,7 +60,8 @@ class Blocks:
         """Cut a call by a tuning.
 
         Head sizes grow to half a register or whole ones; to whole ones where an odd number of
-        heads cannot share registers. `one_chunk`: see `prefetched`.
+        heads cannot share registers. `one_chunk`: see `prefetched`; every batch row then reads
+        another document's state, and is a block of its own.
         """
         batch, length, key_heads, key_size = q.shape
         value_heads, value_size = v.shape[2:]
@@ -69,6 +72,10 @@ class Blocks:
             if heads is not None:
                 break
         chunks = 1 if one_chunk else min(tuning.chunks, pl.cdiv(length, CHUNK))
+        batch_rows = 1
+        if not one_chunk:
+            a_core = batch * (value_heads // heads) // tuning.cores
+            batch_rows = _largest_divisor(batch, min(limit // heads, a_core))
         return cls(
             batch,
             length,
@@ -77,6 +84,7 @@ class Blocks:
             *sizes,
             heads,
             chunks,
+            batch_rows,
             reverse,
             tuning.vmem_limit_bytes,
         )
@@ -114,7 +122,7 @@ class Blocks:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        return self.batch, self.value_heads // self.heads, self.steps
+        return self.batch // self.batch_rows, self.value_heads // self.heads, self.steps
 
     @property
     def compiler_params(self) -> pltpu.CompilerParams:
@@ -131,48 +139,72 @@ class Blocks:
         """Of q and k `[B, T, H * K]`."""
         lanes = self.block_key_heads * self.key_size
         return pl.BlockSpec(
-            (None, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h // self.sharing)
+            (self.batch_rows, self.rows, lanes),
+            lambda b, h, t, *_: (b, self.time(t), h // self.sharing),
         )
 
     def key_gradients(self) -> pl.BlockSpec:
         """Of dq and dk `[B, T, sharing * H * K]`, every block its own."""
         lanes = self.block_key_heads * self.key_size
-        return pl.BlockSpec((None, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h))
+        return pl.BlockSpec(
+            (self.batch_rows, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h)
+        )
 
     def values(self) -> pl.BlockSpec:
         """Of v and o `[B, T, HV * V]`."""
         lanes = self.heads * self.value_size
-        return pl.BlockSpec((None, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h))
+        return pl.BlockSpec(
+            (self.batch_rows, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h)
+        )
 
     def channel_gates(self) -> pl.BlockSpec:
         """Of gates `[B, T, HV * K]`, one per key channel."""
         lanes = self.heads * self.key_size
-        return pl.BlockSpec((None, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h))
+        return pl.BlockSpec(
+            (self.batch_rows, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h)
+        )
 
     def gates(self) -> pl.BlockSpec:
         """Of `time_on_lanes`."""
         return pl.BlockSpec(
-            (None, None, self.heads, self.rows), lambda b, h, t, *_: (b, h, 0, self.time(t))
+            (self.batch_rows, None, self.heads, self.rows),
+            lambda b, h, t, *_: (b, h, 0, self.time(t)),
         )
 
     def row_document(self) -> pl.BlockSpec:
         """Of `row_documents`."""
-        return pl.BlockSpec((None, 1, self.rows), lambda b, h, t, *_: (b, 0, self.time(t)))
+        return pl.BlockSpec(
+            (self.batch_rows, 1, self.rows), lambda b, h, t, *_: (b, 0, self.time(t))
+        )
 
     def per_chunk(self, *shape: int) -> pl.BlockSpec:
         """Of `[B, HV, chunks, *shape]`."""
         zeros = (0,) * len(shape)
         return pl.BlockSpec(
-            (None, self.heads, self.chunks, *shape),
+            (self.batch_rows, self.heads, self.chunks, *shape),
             lambda b, h, t, *_: (b, h, self.time(t), *zeros),
         )
 
     def states(self) -> pl.BlockSpec:
         """Of `[B, N, HV, K, V]`: the state of the document that `prefetched` names."""
         return pl.BlockSpec(
-            (None, None, self.heads, self.key_size, self.value_size),
-            lambda b, h, t, documents, *_: (b, documents[b * self.steps + self.time(t)], h, 0, 0),
+            (self.batch_rows, None, self.heads, self.key_size, self.value_size),
+            lambda b, h, t, documents, *_: (
+                b,
+                documents[b * self.batch_rows * self.steps + self.time(t)],
+                h,
+                0,
+                0,
+            ),
         )
+
+    def carried(self) -> pltpu.VMEM:
+        """The states of a block, from one of its grid steps to the next."""
+        return pltpu.VMEM((self.batch_rows, self.heads, *self.state_lanes), jnp.float32)
+
+    def step(self, row: int):
+        """Where this grid step's part of a batch row stands in `prefetched`."""
+        return (pl.program_id(0) * self.batch_rows + row) * self.steps + self.time(pl.program_id(2))
 
     def time_on_lanes(self, x: Float[Array, "B T HV"]) -> Float[Array, "B HV/heads heads S"]:
         """Gates, padded with zeros to whole blocks. The transposition costs no pass over them."""
@@ -224,6 +256,10 @@ class Blocks:
     def _pad_time(self, x: Array, **mode) -> Array:
         rest = [(0, 0)] * (x.ndim - 2)
         return jnp.pad(x, [(0, 0), (0, self.steps * self.rows - self.length), *rest], **mode)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(d for d in range(1, max(1, limit) + 1) if number % d == 0)
 
 
 def _native_size(size: int, smallest: int) -> int:
@@ -286,10 +322,9 @@ def chunk_rows(chunk: int) -> slice:
     return slice(chunk * CHUNK, (chunk + 1) * CHUNK)
 
 
-def document_ends(blocks: Blocks, documents) -> tuple[Array, Array]:
+def document_ends(blocks: Blocks, row: int, documents) -> tuple[Array, Array]:
     """Whether this grid step is its document's first, and whether it is the last, in time."""
-    time = blocks.time(pl.program_id(2))
-    step = pl.program_id(0) * blocks.steps + time
+    time, step = blocks.time(pl.program_id(2)), blocks.step(row)
     document = documents[step]
     before = documents[jnp.maximum(step - 1, 0)]
     after = documents[jnp.minimum(step + 1, blocks.batch * blocks.steps - 1)]
@@ -298,7 +333,7 @@ def document_ends(blocks: Blocks, documents) -> tuple[Array, Array]:
     return first, last
 
 
-def clear_padding(blocks: Blocks, padding, row_document, *tokens) -> None:
+def clear_padding(blocks: Blocks, row: int, padding, row_document, *tokens) -> None:
     """Zero the rows of token blocks that hold no valid token: their garbage may be NaN.
 
     In slabs of one packed register's rows, none of them in a step without padding.
@@ -309,11 +344,11 @@ def clear_padding(blocks: Blocks, padding, row_document, *tokens) -> None:
     slab = (16, blocks.rows)
 
     def clear(i, _):
-        row = i * slab[0] + jax.lax.broadcasted_iota(jnp.int32, slab, 0)
+        token = i * slab[0] + jax.lax.broadcasted_iota(jnp.int32, slab, 0)
         if row_document is None:
-            valid = (time * blocks.rows + row < blocks.length)[:, :1]
+            valid = (time * blocks.rows + token < blocks.length)[:, :1]
         else:
-            here = row == jax.lax.broadcasted_iota(jnp.int32, slab, 1)
+            here = token == jax.lax.broadcasted_iota(jnp.int32, slab, 1)
             valid = (
                 jnp.sum(jnp.where(here & (row_document[...] >= 0), 1, 0), axis=1, keepdims=True) > 0
             )
@@ -321,7 +356,7 @@ def clear_padding(blocks: Blocks, padding, row_document, *tokens) -> None:
             rows = pl.ds(pl.multiple_of(i * slab[0], slab[0]), slab[0])
             ref[rows] = jnp.where(valid, ref[rows].astype(jnp.float32), 0).astype(ref.dtype)
 
-    has_padding = padding[pl.program_id(0) * blocks.steps + time]
+    has_padding = padding[blocks.step(row)]
     jax.lax.fori_loop(0, has_padding * (blocks.rows // slab[0]), clear, None)
 
 

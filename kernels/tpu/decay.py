@@ -56,13 +56,13 @@ def _bound(mask: Bool[Array, "C C"]) -> Float[Array, "C C"]:
     return jnp.where(mask, 0.0, -1e30)
 
 
-def chunk_documents(blocks: Blocks, chunk: int, chunk_ends, row_document) -> Documents:
-    """The documents of a block's chunk, from the operands that `Blocks` makes."""
+def chunk_documents(blocks: Blocks, row: int, chunk: int, chunk_ends, row_document) -> Documents:
+    """The documents of a batch row's chunk, from the operands that `Blocks` makes."""
     if row_document is None:
         return Documents()
-    index = (pl.program_id(0) * blocks.steps + blocks.time(pl.program_id(2))) * blocks.chunks
     first_chunk = (blocks.time(pl.program_id(2)) == 0) & (chunk == 0)
-    before = chunk_ends[jnp.maximum(index + chunk - 1, 0)]
+    index = blocks.step(row) * blocks.chunks + chunk
+    before = chunk_ends[jnp.maximum(index - 1, 0)]
     return Documents(row_document[:, chunk_rows(chunk)], jnp.where(first_chunk, 0, before))
 
 

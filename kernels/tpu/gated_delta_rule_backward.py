@@ -45,6 +45,7 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
+from .batch_rows import over_batch_rows
 from .blocks import (
     LANES,
     Blocks,
@@ -61,7 +62,7 @@ from .decay import ChunkDecay, chunk_documents
 from .dots import NT, TN, dot
 from .heads import HeadWriter, own_state, place_lanes, place_state, read_head
 from .keys import KeyGradientWriter, read_keys
-from .lockstep import lockstep
+from .lockstep import interleaved
 
 
 def backward(
@@ -112,13 +113,13 @@ def backward(
             blocks.gates(),
             blocks.states(),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
+        scratch_shapes=[blocks.carried()],
     )
     operands = (
         *prefetched, q, k, g, beta, row_document, do, chunk_states, inverses, xs, dstates,
     )  # fmt: skip
     return pallas_call(
-        functools.partial(_kernel, blocks, options),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options), skew=blocks.heads),
         grid_spec=grid_spec,
         out_shape=[
             dq,
@@ -134,9 +135,10 @@ def backward(
     )(*operands)
 
 
-def _kernel(
+def _row(
     blocks,
     options,
+    row,
     documents,
     padding,
     chunk_ends,
@@ -158,14 +160,14 @@ def _kernel(
     dinitial_state,
     dstate,
 ):
-    first, last = document_ends(blocks, documents)
+    first, last = document_ends(blocks, row, documents)
 
     @pl.when(last)
     def _():
         for h in range(blocks.heads):
             dstate[h] = place_state(dfinal_state[h], h, blocks)
 
-    clear_padding(blocks, padding, row_document, q, k, do)
+    clear_padding(blocks, row, padding, row_document, q, k, do)
     clear_missing_chunks(blocks, chunk_states, inverses, xs)
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
@@ -177,7 +179,7 @@ def _kernel(
     @functools.cache
     def decay(chunk):
         rows = chunk_rows(chunk)
-        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        documents = chunk_documents(blocks, row, chunk, chunk_ends, row_document)
         decay = ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
         return decay, beta[:, rows], decay.ends() * beta[:, rows].T
 
@@ -254,7 +256,7 @@ def _kernel(
         for chunk in reversed(range(blocks.chunks)):
             yield from value_head(chunk, h)
 
-    lockstep(map(head, range(blocks.heads)), skew=1)
+    yield interleaved(map(head, range(blocks.heads)), skew=1)
     for chunk in range(blocks.chunks):
         dG, d_beta = (
             jnp.concatenate(rows, axis=0)

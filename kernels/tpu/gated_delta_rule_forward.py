@@ -28,13 +28,14 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
+from .batch_rows import over_batch_rows
 from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lane, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
 from .heads import HeadWriter, own_lanes, own_state, place_state, read_head
 from .keys import read_keys
-from .lockstep import lockstep
+from .lockstep import interleaved
 from .triangular_inverse import triangular_inverse
 
 
@@ -78,11 +79,11 @@ def forward(
             blocks.states(),
             *(blocks.per_chunk(*shape) if save else None for shape, _ in saved),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
+        scratch_shapes=[blocks.carried()],
     )
     operands = (*prefetched, q, k, v, g, beta, row_document, states)
     return pallas_call(
-        functools.partial(_kernel, blocks, options),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options)),
         grid_spec=grid_spec,
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -98,9 +99,10 @@ def forward(
     )(*operands)
 
 
-def _kernel(
+def _row(
     blocks,
     options,
+    row,
     documents,
     padding,
     chunk_ends,
@@ -118,14 +120,14 @@ def _kernel(
     xs,
     state,
 ):
-    first, last = document_ends(blocks, documents)
+    first, last = document_ends(blocks, row, documents)
 
     @pl.when(first)
     def _():
         for h in range(blocks.heads):
             state[h] = place_state(initial_state[h], h, blocks)
 
-    clear_padding(blocks, padding, row_document, q, k, v)
+    clear_padding(blocks, row, padding, row_document, q, k, v)
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
     value_lanes = blocks.state_lanes[1]
@@ -134,7 +136,7 @@ def _kernel(
     @functools.cache
     def decay(chunk):
         rows = chunk_rows(chunk)
-        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        documents = chunk_documents(blocks, row, chunk, chunk_ends, row_document)
         decay = ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
         return decay, beta[:, rows], decay.ends() * beta[:, rows].T
 
@@ -179,7 +181,7 @@ def _kernel(
         for chunk in range(blocks.chunks):
             yield from value_head(chunk, h)
 
-    lockstep(map(head, range(blocks.heads)))
+    yield interleaved(map(head, range(blocks.heads)))
 
     @pl.when(last)
     def _():

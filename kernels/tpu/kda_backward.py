@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
+from .batch_rows import over_batch_rows
 from .blocks import (
     Blocks,
     chunk_rows,
@@ -48,7 +49,7 @@ from .dots import NT, TN, dot, pieces
 from .heads import HeadWriter, move_lanes, own_state, place_lanes, place_state, read_head
 from .kda_pairs import decay_tokens, scaling, score_gradients
 from .keys import KeyGradientWriter, read_keys
-from .lockstep import interleaved, lockstep
+from .lockstep import interleaved
 from .tuning import vector_dtype
 
 CHUNK_SKEW = 6
@@ -99,11 +100,16 @@ def backward(
             blocks.gates(),
             blocks.states(),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
+        scratch_shapes=[blocks.carried()],
     )
     operands = (*prefetched, *constants, q, k, g, beta, row_document, do, *residuals, dstates)
     return pallas_call(
-        functools.partial(_kernel, blocks, options),
+        over_batch_rows(
+            blocks,
+            functools.partial(_row, blocks, options),
+            shared=5,
+            skew=blocks.heads * HEAD_SKEW,
+        ),
         grid_spec=grid_spec,
         out_shape=[
             dq,
@@ -119,9 +125,10 @@ def backward(
     )(*operands)
 
 
-def _kernel(
+def _row(
     blocks,
     options,
+    row,
     documents,
     padding,
     chunk_ends,
@@ -146,14 +153,14 @@ def _kernel(
     dinitial_state,
     dstate,
 ):
-    first, last = document_ends(blocks, documents)
+    first, last = document_ends(blocks, row, documents)
 
     @pl.when(last)
     def _():
         for h in range(blocks.heads):
             dstate[h] = place_state(dfinal_state[h], h, blocks)
 
-    clear_padding(blocks, padding, row_document, q, k, g, do)
+    clear_padding(blocks, row, padding, row_document, q, k, g, do)
     clear_missing_chunks(blocks, chunk_states, inverses, attentions, new_values)
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
@@ -165,7 +172,7 @@ def _kernel(
 
     @functools.cache
     def documents_of(chunk):
-        return chunk_documents(blocks, chunk, chunk_ends, row_document)
+        return chunk_documents(blocks, row, chunk, chunk_ends, row_document)
 
     @functools.cache
     def key_head(chunk, j):
@@ -230,7 +237,7 @@ def _kernel(
         dqh = options.scale * (dqh + dreads[0])
         key_gradients.add(chunk, j, keys, norms, dqh, dkh + dreads[1] + dkeys)
 
-    lockstep(
+    yield interleaved(
         (
             interleaved([value_head(chunk, h) for h in range(blocks.heads)], HEAD_SKEW)
             for chunk in reversed(range(blocks.chunks))
@@ -239,7 +246,7 @@ def _kernel(
     )
 
     if row_document is not None:
-        clear_padding(blocks, padding, row_document, dq, dk, dv, dg)
+        clear_padding(blocks, row, padding, row_document, dq, dk, dv, dg)
 
     @pl.when(first)
     def _():

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
+from .batch_rows import over_batch_rows
 from .blocks import Blocks, chunk_rows, clear_padding, column, document_ends, widen
 from .call import pallas_call
 from .channel_decay import LEVELS
@@ -33,7 +34,7 @@ from .dots import dot
 from .heads import HeadWriter, move_lanes, own_lanes, own_state, place_state, read_head
 from .kda_pairs import decay_tokens, scaling, scores
 from .keys import read_keys
-from .lockstep import interleaved, lockstep
+from .lockstep import interleaved
 from .triangular_inverse import triangular_inverse
 
 CHUNK_SKEW = 6
@@ -75,11 +76,13 @@ def forward(
             blocks.states(),
             *(blocks.per_chunk(*shape) if save else None for shape, _ in saved),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
+        scratch_shapes=[blocks.carried()],
     )
     operands = (*prefetched, q, k, v, g, beta, row_document, states)
     return pallas_call(
-        functools.partial(_kernel, blocks, options),
+        over_batch_rows(
+            blocks, functools.partial(_row, blocks, options), skew=blocks.heads * HEAD_SKEW
+        ),
         grid_spec=grid_spec,
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -95,9 +98,10 @@ def forward(
     )(*operands)
 
 
-def _kernel(
+def _row(
     blocks,
     options,
+    row,
     documents,
     padding,
     chunk_ends,
@@ -116,14 +120,14 @@ def _kernel(
     new_values,
     state,
 ):
-    first, last = document_ends(blocks, documents)
+    first, last = document_ends(blocks, row, documents)
 
     @pl.when(first)
     def _():
         for h in range(blocks.heads):
             state[h] = place_state(initial_state[h], h, blocks)
 
-    clear_padding(blocks, padding, row_document, q, k, v, g)
+    clear_padding(blocks, row, padding, row_document, q, k, v, g)
     dtype = q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
     product = functools.partial(dot, precision=precision)
@@ -133,7 +137,7 @@ def _kernel(
 
     @functools.cache
     def documents_of(chunk):
-        return chunk_documents(blocks, chunk, chunk_ends, row_document)
+        return chunk_documents(blocks, row, chunk, chunk_ends, row_document)
 
     @functools.cache
     def key_head(chunk, j):
@@ -172,7 +176,7 @@ def _kernel(
             attentions[h, chunk] = attention
             new_values[h, chunk] = own_lanes(v_new, h, blocks.value_size)
 
-    lockstep(
+    yield interleaved(
         (
             interleaved([value_head(chunk, h) for h in range(blocks.heads)], HEAD_SKEW)
             for chunk in range(blocks.chunks)

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from ..operation import Options
 from ..packing import CHUNK
+from .batch_rows import over_batch_rows
 from .blocks import (
     Blocks,
     chunk_rows,
@@ -45,7 +46,7 @@ from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
 from .heads import HeadWriter, own_state, place_state, read_head
 from .keys import KeyGradientWriter, read_keys
-from .lockstep import lockstep
+from .lockstep import interleaved
 
 
 def backward(
@@ -90,11 +91,11 @@ def backward(
             blocks.gates(),
             blocks.states(),
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
+        scratch_shapes=[blocks.carried()],
     )
     operands = (*prefetched, q, k, v, g, row_document, do, chunk_states, dstates)
     return pallas_call(
-        functools.partial(_kernel, blocks, options),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options), skew=blocks.heads),
         grid_spec=grid_spec,
         out_shape=[
             dq,
@@ -109,9 +110,10 @@ def backward(
     )(*operands)
 
 
-def _kernel(
+def _row(
     blocks,
     options,
+    row,
     documents,
     padding,
     chunk_ends,
@@ -130,14 +132,14 @@ def _kernel(
     dinitial_state,
     dstate,
 ):
-    first, last = document_ends(blocks, documents)
+    first, last = document_ends(blocks, row, documents)
 
     @pl.when(last)
     def _():
         for h in range(blocks.heads):
             dstate[h] = place_state(dfinal_state[h], h, blocks)
 
-    clear_padding(blocks, padding, row_document, q, k, v, do)
+    clear_padding(blocks, row, padding, row_document, q, k, v, do)
     dtype = q.dtype
     key_lanes, value_lanes = blocks.state_lanes
     precision = options.precision
@@ -147,7 +149,7 @@ def _kernel(
 
     @functools.cache
     def decay(chunk):
-        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        documents = chunk_documents(blocks, row, chunk, chunk_ends, row_document)
         return ChunkDecay(g[:, chunk_rows(chunk)], documents, exact=dtype == jnp.float32)
 
     @functools.cache
@@ -202,7 +204,7 @@ def _kernel(
         for chunk in reversed(range(blocks.chunks)):
             yield from value_head(chunk, h)
 
-    lockstep(map(head, range(blocks.heads)), skew=1)
+    yield interleaved(map(head, range(blocks.heads)), skew=1)
     for chunk in range(blocks.chunks):
         dG = jnp.concatenate([cumulated[chunk, h] for h in range(blocks.heads)], axis=0)
         dg[:, chunk_rows(chunk)] = decay(chunk).gradient(dG)

@@ -22,13 +22,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..operation import Options
+from .batch_rows import over_batch_rows
 from .blocks import Blocks, chunk_rows, clear_padding, document_ends, widen
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import dot
 from .heads import HeadWriter, own_state, place_state, read_head
 from .keys import read_keys
-from .lockstep import lockstep
+from .lockstep import interleaved
 
 
 def forward(
@@ -64,11 +65,11 @@ def forward(
             blocks.states(),
             blocks.per_chunk(*sizes) if save else None,
         ],
-        scratch_shapes=[pltpu.VMEM((blocks.heads, *blocks.state_lanes), jnp.float32)],
+        scratch_shapes=[blocks.carried()],
     )
     operands = (*prefetched, q, k, v, g, row_document, states)
     return pallas_call(
-        functools.partial(_kernel, blocks, options),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options), skew=blocks.heads),
         grid_spec=grid_spec,
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, v.dtype),
@@ -81,9 +82,10 @@ def forward(
     )(*operands)
 
 
-def _kernel(
+def _row(
     blocks,
     options,
+    row,
     documents,
     padding,
     chunk_ends,
@@ -98,21 +100,21 @@ def _kernel(
     chunk_states,
     state,
 ):
-    first, last = document_ends(blocks, documents)
+    first, last = document_ends(blocks, row, documents)
 
     @pl.when(first)
     def _():
         for h in range(blocks.heads):
             state[h] = place_state(initial_state[h], h, blocks)
 
-    clear_padding(blocks, padding, row_document, q, k, v)
+    clear_padding(blocks, row, padding, row_document, q, k, v)
     dtype = q.dtype
     key_lanes, value_lanes = blocks.state_lanes
     output = HeadWriter(o, blocks.value_size)
 
     @functools.cache
     def decay(chunk):
-        documents = chunk_documents(blocks, chunk, chunk_ends, row_document)
+        documents = chunk_documents(blocks, row, chunk, chunk_ends, row_document)
         return ChunkDecay(g[:, chunk_rows(chunk)], documents, exact=dtype == jnp.float32)
 
     @functools.cache
@@ -145,7 +147,7 @@ def _kernel(
         for chunk in range(blocks.chunks):
             yield from value_head(chunk, h)
 
-    lockstep(map(head, range(blocks.heads)), skew=1)
+    yield interleaved(map(head, range(blocks.heads)), skew=1)
 
     @pl.when(last)
     def _():

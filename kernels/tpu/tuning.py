@@ -17,14 +17,16 @@ class Tuning:
     """What one grid step holds.
 
     Attributes:
-        heads: value heads of at most 128 channels; fewer larger ones.
+        heads: value heads of at most 128 channels, of one or several batch rows; fewer larger ones.
         chunks: chunks.
         vmem_limit_bytes: vector memory that the kernel may take.
+        cores: cores that the blocks of one program are divided among.
     """
 
     heads: int
     chunks: int
     vmem_limit_bytes: int
+    cores: int = 1
 
     def heads_of(self, size: int) -> int:
         """As many channels in heads of `size`."""
@@ -37,44 +39,44 @@ DEFAULT = Tuning(heads=2, chunks=1, vmem_limit_bytes=16 * MIB)
 
 TABLE: dict[str, dict[str, Tuning]] = {
     "gated_delta_rule_forward": {
-        "v4": Tuning(4, 1, 16 * MIB),
+        "v4": Tuning(4, 1, 16 * MIB, cores=2),
         "v5e": Tuning(16, 1, 96 * MIB),
-        "v5p": Tuning(8, 1, 48 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB, cores=2),
         "v6e": Tuning(16, 1, 96 * MIB),
         "7x": Tuning(16, 1, 48 * MIB),
     },
     "gated_delta_rule_backward": {
-        "v4": Tuning(4, 1, 16 * MIB),
+        "v4": Tuning(4, 1, 16 * MIB, cores=2),
         "v5e": Tuning(16, 1, 96 * MIB),
-        "v5p": Tuning(8, 1, 48 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB, cores=2),
         "v6e": Tuning(16, 1, 96 * MIB),
         "7x": Tuning(16, 1, 48 * MIB),
     },
     "kda_forward": {
-        "v4": Tuning(2, 1, 16 * MIB),
+        "v4": Tuning(2, 1, 16 * MIB, cores=2),
         "v5e": Tuning(8, 2, 96 * MIB),
-        "v5p": Tuning(8, 2, 48 * MIB),
+        "v5p": Tuning(8, 2, 48 * MIB, cores=2),
         "v6e": Tuning(8, 2, 96 * MIB),
         "7x": Tuning(8, 2, 48 * MIB),
     },
     "kda_backward": {
-        "v4": Tuning(2, 1, 16 * MIB),
+        "v4": Tuning(2, 1, 16 * MIB, cores=2),
         "v5e": Tuning(8, 1, 96 * MIB),
-        "v5p": Tuning(8, 1, 48 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB, cores=2),
         "v6e": Tuning(16, 1, 96 * MIB),
         "7x": Tuning(8, 1, 48 * MIB),
     },
     "simple_gla_forward": {
-        "v4": Tuning(4, 1, 16 * MIB),
+        "v4": Tuning(4, 1, 16 * MIB, cores=2),
         "v5e": Tuning(16, 1, 64 * MIB),
-        "v5p": Tuning(8, 1, 48 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB, cores=2),
         "v6e": Tuning(16, 2, 64 * MIB),
         "7x": Tuning(16, 1, 48 * MIB),
     },
     "simple_gla_backward": {
-        "v4": Tuning(4, 1, 16 * MIB),
+        "v4": Tuning(4, 1, 16 * MIB, cores=2),
         "v5e": Tuning(16, 1, 64 * MIB),
-        "v5p": Tuning(8, 1, 48 * MIB),
+        "v5p": Tuning(8, 1, 48 * MIB, cores=2),
         "v6e": Tuning(16, 1, 64 * MIB),
         "7x": Tuning(16, 1, 48 * MIB),
     },
