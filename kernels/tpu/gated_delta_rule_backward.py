@@ -119,7 +119,7 @@ def backward(
         *prefetched, q, k, g, beta, row_document, do, chunk_states, inverses, xs, dstates,
     )  # fmt: skip
     return pallas_call(
-        over_batch_rows(blocks, functools.partial(_row, blocks, options), skew=blocks.heads),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options)),
         grid_spec=grid_spec,
         out_shape=[
             dq,

@@ -104,12 +104,7 @@ def backward(
     )
     operands = (*prefetched, *constants, q, k, g, beta, row_document, do, *residuals, dstates)
     return pallas_call(
-        over_batch_rows(
-            blocks,
-            functools.partial(_row, blocks, options),
-            shared=5,
-            skew=blocks.heads * HEAD_SKEW,
-        ),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options), shared=5),
         grid_spec=grid_spec,
         out_shape=[
             dq,

@@ -95,7 +95,7 @@ def backward(
     )
     operands = (*prefetched, q, k, v, g, row_document, do, chunk_states, dstates)
     return pallas_call(
-        over_batch_rows(blocks, functools.partial(_row, blocks, options), skew=blocks.heads),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options)),
         grid_spec=grid_spec,
         out_shape=[
             dq,

@@ -69,7 +69,7 @@ def forward(
     )
     operands = (*prefetched, q, k, v, g, row_document, states)
     return pallas_call(
-        over_batch_rows(blocks, functools.partial(_row, blocks, options), skew=blocks.heads),
+        over_batch_rows(blocks, functools.partial(_row, blocks, options)),
         grid_spec=grid_spec,
         out_shape=[
             jax.ShapeDtypeStruct(v.shape, v.dtype),

@@ -46,6 +46,7 @@ def test_compiles_for_every_generation(op, target):
         {"length": 131072},
         {"documents": 5},
         {"key_heads": 1, "value_heads": 3},
+        {"batch": 8, "key_heads": 1, "value_heads": 1, "documents": 5},
         {"head_size": 16},
         {"head_size": 100, "key_heads": 3, "value_heads": 3},
     ],
@@ -68,13 +69,21 @@ def test_compiles_for_every_head_size_and_type(op, target, head_size, dtype):
     compile_case(target, small(op, value_heads=4, head_size=head_size, dtype=dtype))
 
 
-# As many heads as a block ever holds, and grouped: what takes the most vector memory.
+# As many heads as a block ever holds, and grouped, or in as many rows: what takes the most memory.
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"key_heads": 8, "value_heads": 16},
+        {"batch": 32, "key_heads": 1, "value_heads": 1, "documents": 5},
+    ],
+    ids=["heads", "rows"],
+)
 @every_dtype
 @pytest.mark.parametrize("target", ["v4", "v5e", "v7x"])
 @every_op
-def test_the_largest_blocks_compile(op, target, dtype):
-    compile_case(target, Case(op, key_heads=8, value_heads=16, length=1000, dtype=dtype))
+def test_the_largest_blocks_compile(op, target, dtype, heads):
+    compile_case(target, Case(op, length=1000, dtype=dtype, **heads))
 
 
 @every_op
