@@ -1,4 +1,7 @@
-"""AdamW as language models are trained: warmup and cosine, clipping, decay of matrices alone."""
+"""AdamW as language models are trained: warmup and cosine, clipping, decay of matrices alone.
+
+A batch whose gradient is no number is skipped: parameters and moments stay as they are.
+"""
 
 from collections.abc import Sequence
 
@@ -43,8 +46,11 @@ def make_optimizer(
         ),
     )
     if accumulate == 1:
-        return optimizer
-    return optax.MultiSteps(optimizer, accumulate).gradient_transformation()
+        in_their_type = optax.stateless(optax.tree.cast_like)
+        never = jnp.iinfo(jnp.int32).max
+        return optax.apply_if_finite(optax.chain(optimizer, in_their_type), never)
+    batches = optax.MultiSteps(optimizer, accumulate, should_skip_update_fn=optax.skip_not_finite)
+    return batches.gradient_transformation()
 
 
 def freeze(

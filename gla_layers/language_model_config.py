@@ -116,8 +116,8 @@ class LanguageModelConfig:
         """One of the named sizes, with some fields changed.
 
         Args:
-            name: "tiny", which trains on a laptop's CPU in minutes; "340m" or "1.3b", the sizes
-                of the papers (with Gated DeltaNet throughout).
+            name: "tiny", which trains on a laptop's CPU in minutes, and "100m", both over bytes;
+                "340m" or "1.3b", the sizes of the papers (with Gated DeltaNet throughout).
             **changes: fields that differ from the preset's.
 
         Raises:
@@ -144,6 +144,19 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "kda": {"num_heads": 2, "head_dim": 64},
                 "simple_gla": {"num_heads": 2},
                 "attention": {"num_heads": 2},
+            },
+            "tie_embeddings": True,
+        },
+        "100m": {
+            "vocab_size": 257,
+            "hidden_size": 768,
+            "num_layers": 13,
+            "intermediate_size": 2048,
+            "mixer_options": {
+                "gated_deltanet": {"num_heads": 6, "head_dim": 128, "expand_v": 1},
+                "kda": {"num_heads": 6, "head_dim": 128},
+                "simple_gla": {"num_heads": 6},
+                "attention": {"num_heads": 6},
             },
             "tie_embeddings": True,
         },

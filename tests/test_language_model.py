@@ -226,6 +226,8 @@ def test_matrices_start_normal_with_deviation_0_02():
     ("preset", "mixers", "millions"),
     [
         ("tiny", ("gated_deltanet",), 1),
+        ("100m", ("gated_deltanet",), 100),
+        ("100m", ("kda", "kda", "kda", "attention"), 100),
         ("340m", ("gated_deltanet",), 340),
         ("1.3b", ("gated_deltanet",), 1300),
         ("1.3b", ("kda", "kda", "kda", "attention"), 1100),

@@ -47,10 +47,11 @@ def test_only_matrices_decay():
     assert {"A_log", "dt_bias", "o_norm.scale"} <= before.keys() - changed
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
-def test_dtypes_do_not_drift(param_dtype):
+def test_dtypes_do_not_drift(param_dtype, accumulate):
     layer = make_layer(param_dtype)
-    optimizer = optimizer_of(layer, accumulate=2, weight_decay=0.1, clip_norm=1.0)
+    optimizer = optimizer_of(layer, accumulate=accumulate, weight_decay=0.1, clip_norm=1.0)
 
     def dtypes():
         return jax.tree.map(lambda x: x.dtype, (nnx.state(layer), nnx.state(optimizer)))
@@ -84,3 +85,15 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth():
         sizes.append(float(np.abs(named(layer)["A_log"] - before).max()))
     np.testing.assert_allclose(sizes[:3], [0, 5e-3, 1e-2], atol=1e-5)
     np.testing.assert_allclose(sizes[10:], [1e-3, 1e-3], rtol=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_batch_without_numbers_is_skipped(bad, accumulate):
+    layer, without = make_layer(), make_layer()
+    optimizer, expected = (optimizer_of(x, accumulate=accumulate) for x in (layer, without))
+    for gradient in (1.0, bad, 2.0, bad, bad, 3.0, 4.0):
+        update(optimizer, layer, gradient)
+    for gradient in (1.0, 2.0, 3.0, 4.0):
+        update(expected, without, gradient)
+    assert all(np.array_equal(x, named(without)[name]) for name, x in named(layer).items())
