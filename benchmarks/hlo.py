@@ -61,7 +61,9 @@ class Program:
     def operations(self, computation: str = "ENTRY", times: int = 1) -> Iterator[Operation]:
         """All that runs; a fusion is one operation, loops and calls are what they run."""
         for operation in self._lines(computation, times):
-            if re.search(r"\bwhile\(", operation.rest):
+            if operation.is_kernel:
+                yield operation
+            elif re.search(r"\bwhile\(", operation.rest):
                 body = re.search(r"body=%?([\w.\-]+)", operation.rest).group(1)
                 yield from self.operations(body, times * self._trip_count(operation.rest))
             elif re.search(r"\b(conditional|call)\(", operation.rest):
