@@ -1,8 +1,11 @@
 """A decoder-only language model whose token mixer is chosen layer by layer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from .configuration import check_options, check_split, sizes
@@ -12,7 +15,7 @@ from .kernels.arguments import check_flags, is_concrete
 from .language_model_config import MIXERS, LanguageModelConfig
 from .linear_attention import LinearAttention
 from .rms_norm import RMSNorm
-from .sharding import ShardingConfig, metadata
+from .sharding import ShardingConfig, metadata, on_auto_axes, spec_of, split_as_x
 from .state import AttentionState, LinearAttentionState
 
 default_kernel_init = nnx.initializers.normal(0.02)
@@ -73,10 +76,12 @@ class SwiGLU(nnx.Module):
                 rngs=rngs,
             )
 
+        self.sharding = sharding
         self.gate_proj = linear(hidden_size, intermediate_size, sharding.in_kernel)
         self.up_proj = linear(hidden_size, intermediate_size, sharding.in_kernel)
         self.down_proj = linear(intermediate_size, hidden_size, sharding.out_kernel)
 
+    @split_as_x
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Apply the network to every token by itself."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -259,13 +264,15 @@ class LanguageModel(nnx.Module):
         """
         tokens = self._known(tokens, segment_ids, minimum=1)
         hidden, new_state = self._hidden(tokens, state, segment_ids)
-        logits = jnp.einsum(
+        product = functools.partial(
+            jnp.einsum,
             "btd,dv->btv",
-            hidden,
-            self._head_kernel().astype(hidden.dtype),
             precision=self.precision,
             preferred_element_type=jnp.float32,
         )
+        head = self._head_kernel().astype(hidden.dtype)
+        split = P(*spec_of(hidden)[:2], spec_of(head)[1])
+        logits = on_auto_axes(product, split, hidden, head)
         return logits if state is None else (logits, new_state)
 
     def token_losses(
@@ -299,13 +306,10 @@ class LanguageModel(nnx.Module):
             targets = jnp.where(is_target, targets, 0)
             segment_ids = inputs_ids
         hidden, _ = self._hidden(inputs, None, segment_ids)
-        losses = chunked_cross_entropy(
-            hidden,
-            self._head_kernel(),
-            targets,
-            chunk_size=chunk_size,
-            precision=self.precision,
+        loss = functools.partial(
+            chunked_cross_entropy, chunk_size=chunk_size, precision=self.precision
         )
+        losses = on_auto_axes(loss, spec_of(targets), hidden, self._head_kernel(), targets)
         return jnp.where(is_target, losses, 0), is_target
 
     def loss(
@@ -320,7 +324,8 @@ class LanguageModel(nnx.Module):
             self._check_state(state)
         states = (None,) * len(self.layers) if state is None else state
         call = nnx.remat(Block.__call__) if self.remat else Block.__call__
-        x = self.sharding.place_hidden(self.embed(tokens))
+        x = self.embed(tokens, out_sharding=P(*spec_of(tokens), None))
+        x = self.sharding.place_hidden(x)
         new_states = []
         for layer, layer_state in zip(self.layers, states, strict=True):
             x, layer_state = call(layer, x, layer_state, segment_ids)

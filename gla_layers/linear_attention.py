@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from .configuration import check_batch_size, check_options, check_split
 from .inputs import check_inputs, check_state, mask_padding
-from .sharding import ShardingConfig, metadata
+from .sharding import ShardingConfig, metadata, split_as_x
 from .short_convolution import ShortConvolution
 from .state import LinearAttentionState
 
@@ -141,6 +141,7 @@ class LinearAttention(nnx.Module):
             recurrent=jnp.zeros(shape, jnp.float32),
         )
 
+    @split_as_x
     def __call__(
         self,
         x: Float[Array, "B T D"],

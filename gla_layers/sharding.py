@@ -1,10 +1,12 @@
 """How parameters and tokens are laid out over a mesh: one `PartitionSpec` per kind of array."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -27,7 +29,8 @@ class ShardingConfig:
         features: `[features]` or `[heads]`: biases, `A_log`, `dt_bias`.
         norm: `[size]`: norm scales.
         tokens: `[batch, time, heads]` of q, k, v and gates, as the ops take them; a mesh with
-            Auto axes needs it (`partition` of `gla_layers.kernels.chunk_gated_delta_rule`).
+            Auto axes needs it (`partition` of `gla_layers.kernels.chunk_gated_delta_rule`). With
+            Explicit axes a layer takes rows and time as the type of its inputs has them.
 
     Example:
 
@@ -104,9 +107,7 @@ class ShardingConfig:
         Left to itself the compiler splits hidden features as the parameters are, and gathers
         tokens for every projection.
         """
-        if self.tokens is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, P(*self.tokens[:2]))
+        return x if self.tokens is None else _place(x, P(*self.tokens[:2]))
 
     def place_head(self, kernel: Float[Array, "D vocab"]) -> Float[Array, "D vocab"]:
         """Split the vocabulary as `head` says, and no hidden feature.
@@ -114,9 +115,7 @@ class ShardingConfig:
         The loss reads the head once a chunk of tokens, and gathering it each time would cost more
         than all the rest.
         """
-        if self.head is None:
-            return kernel
-        return jax.lax.with_sharding_constraint(kernel, P(None, self.head[1]))
+        return kernel if self.head is None else _place(kernel, P(None, self.head[1]))
 
 
 UNANNOTATED = ShardingConfig()
@@ -125,3 +124,55 @@ UNANNOTATED = ShardingConfig()
 def metadata(spec: P | None) -> Mapping[str, Any]:
     """The keyword arguments that annotate an `nnx.Param` with a spec."""
     return {} if spec is None else {"out_sharding": spec}
+
+
+def spec_of(x: Array) -> P:
+    """How each axis of an array is split, as far as its type tells."""
+    spec = jax.typeof(x).sharding.spec
+    return P(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def on_auto_axes(function: Callable[..., Any], out: Any, *arguments: Any) -> Any:
+    """Call a function that leaves it to the compiler how what it computes is split.
+
+    Args:
+        function: of arrays.
+        out: the `PartitionSpec` of each result, for a mesh with Explicit axes, where types tell.
+        *arguments: of the function.
+    """
+    axes = jax.sharding.get_abstract_mesh().explicit_axes
+    if axes:
+        function = jax.sharding.auto_axes(function, axes=axes, out_sharding=out)
+    return function(*arguments)
+
+
+def split_as_x(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's `__call__`; on a mesh with Explicit axes its results are split as x and the state.
+
+    The type of x tells how rows and time are split, and `tokens` how heads are.
+    """
+
+    @functools.wraps(call)
+    def call_on_mesh(self, x, **options):
+        if not jax.sharding.get_abstract_mesh().explicit_axes:
+            return call(self, x, **options)
+        graph, parameters = nnx.split(self)
+        heads = (*(self.sharding.tokens or ()), None, None, None)[2]
+        tokens = P(*spec_of(x)[:2], heads)
+
+        def body(parameters, x, options):
+            layer = nnx.merge(graph, parameters)
+            layer.sharding = dataclasses.replace(layer.sharding, tokens=tokens)
+            return call(layer, x, **options)
+
+        state = options.get("state")
+        out = spec_of(x) if state is None else (spec_of(x), jax.tree.map(spec_of, state))
+        return on_auto_axes(body, out, parameters, x, options)
+
+    return call_on_mesh
+
+
+def _place(x: Array, spec: P) -> Array:
+    if jax.sharding.get_abstract_mesh().explicit_axes:
+        return jax.sharding.reshard(x, spec)
+    return jax.lax.with_sharding_constraint(x, spec)

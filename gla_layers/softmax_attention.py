@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .configuration import check_batch_size, check_options, check_split, sizes
 from .inputs import check_inputs, check_state, mask_padding
 from .kernels.packing import Packing
-from .sharding import ShardingConfig, metadata
+from .sharding import ShardingConfig, metadata, split_as_x
 from .state import AttentionState
 
 
@@ -78,6 +78,7 @@ class SoftmaxAttention(nnx.Module):
             length=jnp.zeros((batch_size,), jnp.int32),
         )
 
+    @split_as_x
     def __call__(
         self,
         x: Float[Array, "B T D"],
