@@ -1,5 +1,6 @@
 """Checkpoints of a run: model, optimizer and place in the data, whole or not at all."""
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -17,6 +18,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 from processes import is_first
 
+policies = ocp.training.preservation_policies
+
 
 @dataclasses.dataclass(frozen=True)
 class Training:
@@ -27,11 +30,15 @@ class Training:
     data: grain.DatasetIterator
 
 
-class Checkpoints:
-    """The newest checkpoints of a run, written in the background.
+class NotSaved(Exception):
+    """A checkpoint could not be written."""
 
-    A process that is killed while it writes leaves the checkpoints before it untouched. Use it
-    as a context manager: leaving waits for the last write.
+
+class Checkpoints:
+    """The newest checkpoints of a run and its best one, written in the background.
+
+    A process that is killed while it writes leaves the checkpoints before it untouched, as does a
+    full disk. Use it as a context manager: leaving waits for the last write.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2):
@@ -39,14 +46,18 @@ class Checkpoints:
 
         Args:
             directory: one subdirectory per step.
-            keep: how many checkpoints stay.
+            keep: how many of the newest stay.
         """
         self._directory = directory.resolve()
         self._checkpointer = ocp.training.Checkpointer(
             self._directory,
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            preservation_policy=policies.AnyPreservationPolicy(
+                [policies.LatestN(keep), _best_checkpoint]
+            ),
             cleanup_tmp_directories=True,
         )
+        self._write: tuple[int, Any] | None = None
+        self._failed = False
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -57,13 +68,28 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._checkpointer.close()
+        try:
+            self._wait()
+        finally:
+            # A write that has failed, which is told, fails again here.
+            with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
+                self._checkpointer.close()
 
-    def save(self, step: int, training: Training) -> None:
-        """Save what a run is after `step`."""
+    def save(self, step: int, training: Training, held_out: float | None = None) -> None:
+        """Save what a run is after `step`.
+
+        Args:
+            step: of the run.
+            training: what it is.
+            held_out: bits per byte by which the best checkpoint is found.
+
+        Raises:
+            NotSaved: the checkpoint before could not be written.
+        """
+        self._wait()
         arrays, place = _arrays(training), training.data.get_state()
         parts = arrays | {"data": place}
-        self._checkpointer.save_checkpointables_async(
+        response = self._checkpointer.save_checkpointables_async(
             step,
             arrays,
             # The place in the data is the same in every process, and for any number of them.
@@ -71,8 +97,23 @@ class Checkpoints:
                 "data": place,
                 "checksums": {name: _checksum(part) for name, part in parts.items()},
             },
+            metrics=None if held_out is None else {"eval_bits_per_byte": held_out},
             force=True,
         )
+        self._write = step, response
+
+    def _wait(self) -> None:
+        if self._write is None:
+            return
+        (step, response), self._write = self._write, None
+        try:
+            response.result()
+        except Exception as error:  # whatever the writers raise
+            self._failed = True
+            raise NotSaved(
+                f"the checkpoint of step {step} could not be written to {self._directory} (those "
+                f"before it are as they were): {_root_cause(error)}"
+            ) from error
 
     def restore(self, training: Training) -> int:
         """Bring a run to the newest checkpoint that can be read.
@@ -126,28 +167,43 @@ class Checkpoints:
             self._checkpointer.reload()
 
 
+_best_checkpoint = policies.BestN(
+    get_metric_fn=lambda metrics: metrics["eval_bits_per_byte"],
+    reverse=True,
+    n=1,
+    keep_checkpoints_without_metrics=False,
+)
+
+
 def load_model(directory: Path, model: nnx.Module) -> int:
-    """Give a model the parameters of the newest checkpoint, and leave the directory as it is.
+    """Give a model the parameters of the newest checkpoint that can be read.
+
+    Newer ones, which cannot, are reported. The directory stays as it is.
 
     Returns:
         The checkpoint's step.
 
     Raises:
-        ValueError: there is no checkpoint, or the newest cannot be read.
+        ValueError: there is no checkpoint, or none can be read.
     """
     steps = [int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
     if not steps:
         raise ValueError(f"a checkpoint is needed, but {directory} holds none")
-    path = directory.resolve() / str(max(steps))
-    try:
-        loaded = ocp.load_checkpointables(path, {"model": nnx.state(model)})
-        _check_numbers(loaded, path)
-    except Exception as error:  # whatever a damaged file makes the readers raise
-        raise ValueError(
-            f"a checkpoint that can be read is needed, but {path} cannot: {_root_cause(error)}"
-        ) from error
-    nnx.update(model, loaded["model"])
-    return max(steps)
+    unreadable: dict[Path, str] = {}
+    for step in sorted(steps, reverse=True):
+        path = directory.resolve() / str(step)
+        try:
+            loaded = ocp.load_checkpointables(path, {"model": nnx.state(model)})
+            _check_numbers(loaded, path)
+        except Exception as error:  # whatever a damaged file makes the readers raise
+            unreadable[path] = _root_cause(error)
+            continue
+        for newer, reason in unreadable.items():
+            print(f"{newer} cannot be read ({reason}); step {step} is taken", file=sys.stderr)
+        nnx.update(model, loaded["model"])
+        return step
+    newest, reason = next(iter(unreadable.items()))
+    raise ValueError(f"a checkpoint that can be read is needed, but {newest} cannot: {reason}")
 
 
 def _arrays(training: Training) -> dict[str, nnx.State]:
@@ -183,4 +239,4 @@ def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:200]}"
+    return f"{type(error).__name__}: {first_line[:400]}"

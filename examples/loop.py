@@ -3,26 +3,24 @@
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from checkpoints import Checkpoints, Training
 from data import Rows
 from flax import nnx
 from interrupts import Interrupts
 from jaxtyping import Array, Float, Int
-from metrics import Metrics, Row
+from metrics import Metrics
 from processes import is_first
+from profiling import Profiler
+from step_log import Diverged, StepLog
 from tqdm import tqdm
 
 from gla_layers import LanguageModel
-
-
-class Diverged(Exception):
-    """The loss is no number any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,27 +55,31 @@ def train(
     checkpoints: Checkpoints,
     metrics: Metrics,
     interrupts: Interrupts,
+    profiler: Profiler,
+    peak_tokens_per_second: float | None = None,
 ) -> int:
     """Train from step `start` to the end, or until interrupted.
 
     A checkpoint is written at intervals, at the end and on an interrupt, always after the metrics
-    of the steps before it.
+    of the steps before it. `StepLog` says what the metrics are.
 
     Returns:
         The last step taken, which is saved.
 
     Raises:
-        Diverged: nothing since the loss was a number is saved.
+        Diverged: gradients or the held-out loss are no numbers; the last checkpoint is older.
     """
-    pending = PendingLosses()
+    log = StepLog(peak_tokens_per_second)
     bar = {"total": schedule.steps, "initial": start, "disable": not is_first()}
     with tqdm(**bar, unit="step") as progress:
         for step in range(start + 1, schedule.steps + 1):
+            profiler.before(step)
             for _ in range(schedule.accumulate):
                 batch = next(training.data)
-                loss = train_step(training.model, training.optimizer, **batch)
+                outcome = train_step(training.model, training.optimizer, **batch)
                 num_rows, length = batch["tokens"].shape
-                pending.add(step, loss, num_rows * (length - 1))
+                log.add(step, outcome, num_rows * (length - 1))
+            profiler.after(step, outcome)
             evaluates = schedule.is_due(step, schedule.eval_every)
             saves = schedule.is_due(step, schedule.checkpoint_every)
             # The first step compiles, and is timed by itself.
@@ -87,47 +89,24 @@ def train(
             interrupted = (looks or jax.process_count() == 1) and interrupts.agreed()
             if not (looks or interrupted):
                 continue
-            rows = pending.rows()
+            rows = log.rows()
+            held_out = None
             if evaluates:
-                rows[-1]["eval_bits_per_byte"] = evaluate(training.model)
+                held_out = rows[-1]["eval_bits_per_byte"] = evaluate(training.model)
+                if not math.isfinite(held_out):
+                    raise Diverged(f"the held-out loss after step {step} is {held_out}")
             metrics.write(rows)
             progress.update(len(rows))
+            shown = ("bits_per_byte", "tokens_per_second", "mfu")
             progress.set_postfix(
-                bits_per_byte=f"{rows[-1]['bits_per_byte']:.3f}",
-                tokens_per_second=f"{rows[-1]['tokens_per_second']:.0f}",
+                {name: f"{rows[-1][name]:.4g}" for name in shown if name in rows[-1]}
             )
             if saves or interrupted:
-                checkpoints.save(step, training)
+                checkpoints.save(step, training, held_out)
             if interrupted:
                 return step
-            pending = PendingLosses()
+            log.restart()
     return schedule.steps
-
-
-class PendingLosses:
-    """Losses that may still be under way on the device, so that it is not waited for each step."""
-
-    def __init__(self) -> None:
-        self._losses: dict[int, list[jax.Array]] = {}
-        self._num_tokens = 0
-        self._began = time.perf_counter()
-
-    def add(self, step: int, loss: jax.Array, num_tokens: int) -> None:
-        """Note one batch's loss in nats; a step may have several."""
-        self._losses.setdefault(step, []).append(loss)
-        self._num_tokens += num_tokens
-
-    def rows(self) -> list[Row]:
-        """Wait for the losses; a row of metrics for each step."""
-        bits = {step: np.mean(losses) / math.log(2) for step, losses in self._losses.items()}
-        for step, mean in bits.items():
-            if not math.isfinite(mean):
-                raise Diverged(f"the loss of step {step} is {mean}; try a lower learning_rate")
-        speed = self._num_tokens / (time.perf_counter() - self._began)
-        return [
-            {"step": step, "bits_per_byte": float(mean), "tokens_per_second": speed}
-            for step, mean in bits.items()
-        ]
 
 
 @functools.partial(nnx.jit, donate_argnums=(0, 1))
@@ -136,15 +115,19 @@ def train_step(
     optimizer: nnx.Optimizer,
     tokens: Int[Array, "B T+1"],
     segment_ids: Int[Array, "B T+1"],
-) -> Float[Array, ""]:
-    """Update the model and the optimizer in place, and return the loss before that, in nats."""
+) -> dict[str, Float[Array, ""]]:
+    """Update the model and the optimizer in place.
+
+    Returns:
+        The `loss` before that in nats, and the gradient's norm before it is clipped.
+    """
 
     def loss(model: LanguageModel) -> Float[Array, ""]:
         return model.loss(tokens, segment_ids=segment_ids)
 
     value, gradients = nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)
-    return value
+    return {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
 
 
 def bits_per_byte(model: LanguageModel, rows: Rows, batch_size: int) -> float:

@@ -30,6 +30,12 @@ PEAK_FLOPS = {
 """A device's dense bfloat16 peak, by how its kind begins."""
 
 
+def peak_tokens_per_second(model: LanguageModel, length: int) -> float | None:
+    """What all devices could train on at their peak, or None where that is not known."""
+    peak = peak_flops()
+    return None if peak is None else peak / training_flops(model, length)
+
+
 def training_flops(model: LanguageModel, length: int) -> float:
     """Model FLOPs a token, forward and backward, in rows of `length` tokens."""
     matrices = sum(

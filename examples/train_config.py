@@ -72,7 +72,9 @@ class TrainingConfig:
     checkpoint_every: int = 60
     """Updates between two checkpoints."""
     keep_checkpoints: int = 2
-    """Checkpoints that stay."""
+    """Newest checkpoints that stay; the best one on the held-out text stays too."""
+    profile: int = 0
+    """Steps to trace for xprof, from the third on; see profile/ in the run's directory."""
     tensorboard: bool = False
     """Write TensorBoard's files as well."""
     prompt: str = "The "
@@ -87,6 +89,8 @@ class TrainingConfig:
         for name in ("learning_rate", "clip_norm"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        if self.profile < 0:
+            raise ValueError(f"profile must be at least 0, got {self.profile}")
         for name in ("warmup", "weight_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
@@ -100,7 +104,7 @@ class TrainingConfig:
 class Config(TrainingConfig):
     """Train a language model on bytes of text."""
 
-    preset: Literal["tiny", "340m", "1.3b"] = "tiny"
+    preset: Literal["tiny", "100m", "340m", "1.3b"] = "tiny"
     """Size of the model, and defaults for the other options."""
     mixer: tuple[Mixer, ...] = ("gated_deltanet",)
     """Token mixers, repeated down the layers: several names make a hybrid."""
@@ -108,6 +112,18 @@ class Config(TrainingConfig):
 
 PRESETS: Mapping[str, Config] = {
     "tiny": Config(),
+    "100m": Config(
+        preset="100m",
+        steps=10_000,
+        batch_size=16,
+        sequence_length=2048,
+        learning_rate=2e-3,
+        warmup=0.03,
+        dtype="bfloat16",
+        remat=True,
+        eval_every=500,
+        checkpoint_every=500,
+    ),
     "340m": Config(
         preset="340m",
         steps=30_000,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from checkpoints import Checkpoints, Training
+from checkpoints import Checkpoints, NotSaved, Training
 from data import (
     DOCUMENT_MARK,
     Text,
@@ -30,13 +30,16 @@ from errors import one_sentence_errors
 from flax import nnx
 from interrupts import Interrupts
 from jax.sharding import Mesh
-from loop import Diverged, Schedule, bits_per_byte, train
+from loop import Schedule, bits_per_byte, train
 from mesh import SAMPLING, TRAINING, batch_sharding, check_divides, create, make_mesh
 from metrics import Metrics, Row, plot_loss
 from optimizer import freeze, make_optimizer
 from processes import first_alone, is_first, join, own_directory
+from profiling import Profiler
 from run_directory import RunDirectory
 from sampling import Sampling, generate
+from step_log import Diverged
+from throughput import peak_tokens_per_second
 from train_config import TrainingConfig
 
 from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig
@@ -50,6 +53,7 @@ MAY_CHANGE = frozenset(
         "eval_every",
         "checkpoint_every",
         "keep_checkpoints",
+        "profile",
         "tensorboard",
         "prompt",
         "sample_bytes",
@@ -152,6 +156,7 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
         config.checkpoint_every,
     )
     with (
+        one_sentence_errors(NotSaved),
         own_directory(path) as records,
         Interrupts() as interrupts,
         Checkpoints(path / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
@@ -162,7 +167,8 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
             metrics = Metrics(records / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
         if start:
             print(f"going on from step {start} of {path}", file=sys.stderr)
-        with metrics, one_sentence_errors(Diverged):
+        profiler = Profiler(records / "profile", start=start, steps=config.profile)
+        with metrics, profiler, one_sentence_errors(Diverged):
             last_step = train(
                 training,
                 start=start,
@@ -171,6 +177,10 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
                 checkpoints=checkpoints,
                 metrics=metrics,
                 interrupts=interrupts,
+                profiler=profiler,
+                peak_tokens_per_second=peak_tokens_per_second(
+                    training.model, config.sequence_length
+                ),
             )
         plot_loss(metrics.rows, records / "loss.png")
     if last_step < config.steps:
@@ -181,12 +191,17 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
 
 def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) -> dict[str, Any]:
     """The outcome of a finished run."""
+    speed = {
+        name: statistics.median(row[name] for row in rows)
+        for name in ("tokens_per_second", "mfu")
+        if name in rows[-1]
+    }
     return {
         "final_step": rows[-1]["step"],
         "eval_bits_per_byte": rows[-1]["eval_bits_per_byte"],
         "unigram_bits_per_byte": unigram_bits_per_byte(text.training, text.held_out),
         "gzip_bits_per_byte": gzip_bits_per_byte(text.held_out),
-        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in rows),
+        **speed,
         "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
         "run_dir": str(path),
     }

@@ -1,6 +1,7 @@
 """Checkpoints: whole, bit for bit, and what happens to damaged ones."""
 
 import gc
+import resource
 
 import data
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import Checkpoints, Training, load_model
+from checkpoints import Checkpoints, NotSaved, Training, load_model
 from flax import nnx
 
 WIDTH = 300
@@ -108,6 +109,19 @@ def test_the_newest_two_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
+def test_the_best_one_stays_too(tmp_path):
+    training = make_training()
+    for directory, restarts in ((tmp_path / "one", ()), (tmp_path / "two", (2, 3))):
+        checkpoints = Checkpoints(directory, keep=1)
+        for step, held_out in enumerate((3.0, 1.0, 2.0, None, 4.0), start=1):
+            checkpoints.save(step, training, held_out)
+            if step in restarts:
+                checkpoints.__exit__(None, None, None)
+                checkpoints = Checkpoints(directory, keep=1)
+        checkpoints.__exit__(None, None, None)
+        assert sorted(path.name for path in directory.iterdir()) == ["2", "5"]
+
+
 @pytest.mark.parametrize("how", ["flipped", "shortened"])
 def test_a_damaged_checkpoint_is_moved_aside_for_the_one_before(how, tmp_path, capfd):
     directory = tmp_path / "checkpoints"
@@ -157,6 +171,27 @@ def test_a_foreign_directory_is_refused(tmp_path):
     assert (tmp_path / "7" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("steps", [(4,), (4, 5)], ids=["leaving", "the next save"])
+def test_a_full_disk_is_told_and_leaves_what_was_there(steps, tmp_path):
+    saved = save(tmp_path, {3})
+
+    def save_more():
+        with Checkpoints(tmp_path) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, saved)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(NotSaved, match=r"checkpoint of step 4 .*: File too large"):
+            save_more()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    restored = make_training(seed=1)
+    assert restore(tmp_path, restored) == 3
+    assert_same(restored, saved)
+
+
 def test_what_a_killed_save_leaves_is_no_hindrance(tmp_path):
     saved = save(tmp_path, {3})
     (tmp_path / "4.orbax-checkpoint-tmp" / "model").mkdir(parents=True)
@@ -193,3 +228,11 @@ def test_a_model_that_cannot_be_read_is_named(tmp_path):
     damage(tmp_path, 3, "flipped")
     with pytest.raises(ValueError, match="3 cannot: ValueError: the numbers of model are not"):
         load_model(tmp_path, make_training().model)
+
+
+def test_a_damaged_model_is_told_and_the_one_before_is_read(tmp_path, capfd):
+    save(tmp_path, {3, 4})
+    damage(tmp_path, 4, "flipped")
+    assert load_model(tmp_path, make_training(seed=1).model) == 3
+    assert "4 cannot be read (ValueError: the numbers" in capfd.readouterr().err
+    assert (tmp_path / "4").is_dir()
