@@ -27,12 +27,19 @@ def join() -> None:
     """
     # Its handler would keep SIGTERM from ending a process that is not training yet.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        num_processes=_number("JAX_NUM_PROCESSES"),
-        process_id=_number("JAX_PROCESS_ID"),
-        heartbeat_timeout_seconds=SECONDS_UNTIL_DEAD,
-        shutdown_timeout_seconds=SECONDS_UNTIL_DEAD,
-    )
+    count, number = _whole_number("JAX_NUM_PROCESSES"), _whole_number("JAX_PROCESS_ID")
+    try:
+        jax.distributed.initialize(
+            num_processes=count,
+            process_id=number,
+            heartbeat_timeout_seconds=SECONDS_UNTIL_DEAD,
+            shutdown_timeout_seconds=SECONDS_UNTIL_DEAD,
+        )
+    except ValueError as error:
+        raise ValueError(
+            "distributed needs a cluster that JAX knows, or JAX_COORDINATOR_ADDRESS, "
+            f"JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment: {error}"
+        ) from error
     if not is_first():
         sys.stdout = io.StringIO()
 
@@ -59,7 +66,7 @@ def own_directory(path: Path) -> Iterator[Path]:
             yield Path(directory)
 
 
-def _number(name: str) -> int | None:
+def _whole_number(name: str) -> int | None:
     text = os.environ.get(name)
     if text is not None and not text.isdecimal():
         raise ValueError(f"{name} must be a whole number, got {text!r}")

@@ -85,6 +85,9 @@ def complete(
         mesh = make_mesh(config.mesh)
         check_divides(mesh, config.batch_size, config.sequence_length)
         text = load_text(config.text, config.held_out_bytes)
+        with jax.set_mesh(mesh):
+            # Sizes that do not divide are an error here, before anything is written.
+            nnx.eval_shape(lambda: make_model(config, model_config))
         record = describe(config, model_config, text)
         run = first_alone(lambda: RunDirectory(path, record, may_change=MAY_CHANGE))
         result = run.result
@@ -165,7 +168,7 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
         with one_sentence_errors(ValueError, OSError):
             start = checkpoints.restore(training)
             metrics = Metrics(records / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
-        if start:
+        if start and is_first():
             print(f"going on from step {start} of {path}", file=sys.stderr)
         profiler = Profiler(records / "profile", start=start, steps=config.profile)
         with metrics, profiler, one_sentence_errors(Diverged):
