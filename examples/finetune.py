@@ -33,6 +33,8 @@ class Config(TrainingConfig):
     """Where train_lm.py, or this script, has left a run."""
     attention_layers: tuple[int, ...] = ()
     """Layers, counted from 0, whose token mixers become softmax attention, with new parameters."""
+    add_layers: int = 0
+    """New layers after the last, of the mixers whose turn it is."""
     freeze: tuple[str, ...] = ()
     """Globs of parameters that stay as they are, as embed/* or layers/*/mlp/*."""
 
@@ -40,6 +42,8 @@ class Config(TrainingConfig):
         super().__post_init__()
         if not self.text:
             raise ValueError("text must name files to train on")
+        if self.add_layers < 0:
+            raise ValueError(f"add_layers must be at least 0, got {self.add_layers}")
 
 
 def main() -> None:
@@ -47,9 +51,14 @@ def main() -> None:
     with one_sentence_errors(ValueError):
         config = tyro.cli(Config, description=__doc__)
         before = LanguageModelConfig(**read_config(config.from_run)["model"])
-        model_config = with_attention(before, config.attention_layers)
+        model_config = with_attention(deeper(before, config.add_layers), config.attention_layers)
     path = config.run_dir or config.from_run.with_name(f"{config.from_run.name}-finetuned")
     complete(config, model_config, path, lambda: load(config, model_config), frozen=config.freeze)
+
+
+def deeper(config: LanguageModelConfig, added: int) -> LanguageModelConfig:
+    """The architecture with more layers, whose mixers go on as they repeat."""
+    return dataclasses.replace(config, num_layers=config.num_layers + added)
 
 
 def with_attention(config: LanguageModelConfig, layers: tuple[int, ...]) -> LanguageModelConfig:
@@ -73,11 +82,11 @@ def load(config: Config, model_config: LanguageModelConfig) -> LanguageModel:
     model = make_model(config, model_config)
     check_frozen(model, config.freeze)
     old, step = load_trained(config.from_run, TRAINING)
+    added = range(len(old.layers), len(model.layers))
     replaced = [f"layers/{layer}/mixer/*" for layer in config.attention_layers]
-    parameters = carry_over(old, model, replaced)
+    replaced += [f"layers/{layer}/*" for layer in added]
     print(f"from step {step} of {config.from_run}")
-    for kind, names in dataclasses.asdict(parameters).items():
-        print(f"{kind}: {', '.join(names) or 'none'}")
+    print(carry_over(old, model, replaced))
     return model
 
 

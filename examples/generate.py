@@ -10,6 +10,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Literal
 
 import data
 import jax
@@ -30,6 +31,10 @@ class Config(Sampling):
     """Beginnings of texts."""
     max_new_tokens: int = 200
     """Bytes to add at most."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the computation; the run's by default."""
+    implementation: Literal["pallas_tpu", "xla", "reference"] | None = None
+    """Of the ops that read the prompts; the best for the platform by default."""
     seed: int = 0
     """Of the random choices."""
 
@@ -47,7 +52,9 @@ def main() -> None:
     """Print each prompt with what the model makes of it, and the result."""
     with one_sentence_errors(ValueError):
         config = tyro.cli(Config, description=__doc__)
-        model, step = load_trained(config.run_dir)
+        model, step = load_trained(
+            config.run_dir, dtype=config.dtype, implementation=config.implementation
+        )
     prompts = [data.encode(prompt) for prompt in config.prompt]
     options = {
         "max_new_tokens": config.max_new_tokens,

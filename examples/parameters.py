@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from gla_layers import LanguageModel
-
 
 @dataclasses.dataclass(frozen=True)
 class CarryOver:
@@ -23,6 +21,10 @@ class CarryOver:
     loaded: tuple[str, ...]
     fresh: tuple[str, ...]
     unused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        kinds = dataclasses.asdict(self).items()
+        return "\n".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in kinds)
 
 
 def name_of(path: jax.tree_util.KeyPath) -> str:
@@ -59,7 +61,7 @@ def check_frozen(model: nnx.Module, patterns: Sequence[str]) -> None:
         raise ValueError(f"freeze must leave a parameter to train, got {tuple(patterns)}")
 
 
-def carry_over(old: LanguageModel, new: LanguageModel, replaced: Sequence[str]) -> CarryOver:
+def carry_over(old: nnx.Module, new: nnx.Module, replaced: Sequence[str]) -> CarryOver:
     """Give a model the parameters of another.
 
     Args:

@@ -13,12 +13,20 @@ from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig
 ANYWHERE = ShardingConfig()
 
 
-def load_trained(run_dir: Path, sharding: ShardingConfig = ANYWHERE) -> tuple[LanguageModel, int]:
+def load_trained(
+    run_dir: Path,
+    sharding: ShardingConfig = ANYWHERE,
+    *,
+    dtype: str | None = None,
+    implementation: str | None = None,
+) -> tuple[LanguageModel, int]:
     """A model of the newest checkpoint of a run, and that checkpoint's step.
 
     Args:
         run_dir: the run.
         sharding: the layout on the mesh in context, which need not be the run's.
+        dtype: of the computation; the run's by default.
+        implementation: of the mixers' ops; the best for the platform by default.
 
     Raises:
         ValueError: there is no run, or no checkpoint that can be read.
@@ -27,8 +35,9 @@ def load_trained(run_dir: Path, sharding: ShardingConfig = ANYWHERE) -> tuple[La
     model = create(
         lambda: LanguageModel(
             LanguageModelConfig(**config["model"]),
-            dtype=jnp.dtype(config["dtype"]),
+            dtype=jnp.dtype(dtype or config["dtype"]),
             sharding=sharding,
+            implementation=implementation,
             rngs=nnx.Rngs(0),
         )
     )

@@ -15,7 +15,8 @@ from trained import load_trained
 
 OPTIONS = (
     "--steps 3 --batch-size 2 --sequence-length 16 --held-out-bytes 300 --sample-bytes 4 "
-    "--checkpoint-every 1 --dtype bfloat16 --attention-layers 0 --freeze embed/* layers/*/mlp/*"
+    "--checkpoint-every 1 --dtype bfloat16 --attention-layers 0 --add-layers 1 "
+    "--freeze embed/* layers/*/mlp/*"
 )
 
 
@@ -44,7 +45,9 @@ def test_frozen_stay_fresh_are_named_and_a_stopped_run_goes_on(
     kinds = dict(line.split(": ") for line in output[1:4])
     assert [*kinds] == ["loaded", "fresh", "unused"]
     fresh = kinds["fresh"].split(", ")
-    assert fresh == [f"layers/0/mixer/{name}_proj/kernel" for name in "koqv"]
+    added = [name for name in fresh if name.startswith("layers/2/")]
+    assert fresh == [f"layers/0/mixer/{name}_proj/kernel" for name in "koqv"] + added
+    assert "layers/2/mixer/gk_proj/kernel" in added, "the turn of the first mixer"
     assert json.loads(output[-1])["final_step"] == 3
 
     before, _ = arrays(small_run)
@@ -73,6 +76,7 @@ def test_frozen_stay_fresh_are_named_and_a_stopped_run_goes_on(
         ("", "text must name files to train on"),
         ("--text none.txt", "text must name files, but 'none.txt' matches none"),
         ("--text a.txt", "held_out_bytes must be from 1 to half of the text's 1000 bytes"),
+        ("--text a.txt --add-layers -1", "add_layers must be at least 0, got -1"),
         ("--text a.txt --attention-layers 2", "attention_layers must be from 0 to 1, got 2"),
         ("--text a.txt --attention-layers 0 0", "but 0 has attention"),
         ("--text a.txt --attention-layers 1", "but 1 has attention"),

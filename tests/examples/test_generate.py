@@ -4,9 +4,11 @@ import json
 import sys
 
 import generate
+import jax.numpy as jnp
 import pytest
 import training_run
 from train_config import Config
+from trained import load_trained
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -34,10 +36,24 @@ def test_prompts_go_on_for_as_long_as_asked(small_run, monkeypatch, capsys):
     assert {path: path.stat().st_mtime_ns for path in small_run.rglob("*")} == files
 
 
+def test_the_type_and_the_implementation_are_those_asked_for(small_run, monkeypatch, capsys):
+    models = []
+
+    def load(*arguments, **options):
+        models.append(load_trained(*arguments, **options))
+        return models[-1]
+
+    monkeypatch.setattr(generate, "load_trained", load)
+    arguments = ["--run-dir", small_run, "--prompt", "a", "--max-new-tokens", "1"]
+    run(monkeypatch, capsys, *arguments, "--dtype", "bfloat16", "--implementation", "reference")
+    mixer = models[0][0].layers[0].mixer
+    assert (mixer.dtype, mixer.implementation) == (jnp.bfloat16, "reference")
+
+
 def test_the_sample_of_the_training_script_is_one_of_these(small_run, monkeypatch, capsys):
     model, _ = generate.load_trained(small_run)
     config = Config(prompt="The ", sample_bytes=12, seed=5)
-    expected = training_run.continue_prompt(model, config)
+    expected = training_run.continue_prompt(model, config, model.config)
     arguments = ["--prompt", "The ", "--max-new-tokens", "12", "--seed", "5"]
     texts, _ = run(monkeypatch, capsys, "--run-dir", small_run, *arguments)
     assert texts == f"--- 1 of 1\n{expected}"

@@ -1,0 +1,225 @@
+"""Train a model that train_lm.py has trained to tell kinds of documents apart.
+
+A linear head over the classes takes the place of the one over tokens, and reads the last token of
+each document, which has seen all of it. The last line of output is one JSON object.
+"""
+
+import devices  # noqa: F401, I001  before JAX
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from data import DOCUMENT_MARK, load_text
+from errors import one_sentence_errors
+from flax import nnx
+from jaxtyping import Array, Float, Int, Int32
+from optimizer import freeze, make_optimizer
+from parameters import carry_over, check_frozen
+from run_directory import read_config
+from sampling import pad_left
+from tqdm import trange
+from trained import load_trained
+
+from gla_layers import LanguageModel, LanguageModelConfig
+
+COUNTS = ("held_out_bytes", "document_bytes", "steps", "batch_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to begin from, what to tell apart, and how to train."""
+
+    classes: tuple[str, ...]
+    """Files or globs, one for each class, as for train_lm.py's --text."""
+    from_run: Path = Path("runs", "tiny-gated_deltanet")
+    """Where train_lm.py has left a run."""
+    freeze: tuple[str, ...] = ()
+    """Globs of parameters that stay as they are; embed/* layers/* trains little but the head."""
+    held_out_bytes: int = 8192
+    """The end of each class's text, which is not trained on and measures the model."""
+    document_bytes: int = 256
+    """Texts are cut into documents of this length, but for their ends."""
+    steps: int = 100
+    """Updates of the parameters."""
+    batch_size: int = 16
+    """Documents a batch."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters and optimizer are float32."""
+    seed: int = 0
+    """Of the head's parameters and the order of the documents."""
+
+    def __post_init__(self) -> None:
+        if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
+            raise ValueError(f"classes must be at least 2 different globs, got {self.classes}")
+        for name in COUNTS:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be a number above 0, got {self.learning_rate}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Documents as rows that end together, and the number of each one's class."""
+
+    tokens: Int32[np.ndarray, "N T"]
+    segment_ids: Int32[np.ndarray, "N T"]
+    labels: Int32[np.ndarray, " N"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: Sequence[int]) -> tuple[Int32[np.ndarray, "..."], ...]:
+        """Some of the documents."""
+        return self.tokens[rows], self.segment_ids[rows], self.labels[rows]
+
+
+class Classifier(nnx.Module):
+    """The body of a language model, and a linear head over classes."""
+
+    def __init__(self, body: LanguageModel, num_classes: int, *, rngs: nnx.Rngs):
+        self.embed = body.embed
+        self.layers = body.layers
+        self.norm = body.norm
+        self.head = nnx.Linear(body.config.hidden_size, num_classes, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+    ) -> Float[Array, "B classes"]:
+        """Logits of the classes, of documents that are padded left."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x, _ = layer(x, None, segment_ids)
+        return self.head(self.norm(x[:, -1])).astype(jnp.float32)
+
+
+def main() -> None:
+    """Load, train, measure, and print the result."""
+    with one_sentence_errors(ValueError):
+        config = tyro.cli(Config, description=__doc__)
+        training, held_out = load_documents(config)
+        model, step = load(config)
+    train(model, training, config)
+    guess = np.bincount(training.labels).argmax()
+    result = {
+        "from_step": step,
+        "final_step": config.steps,
+        "documents": len(training),
+        "held_out_documents": len(held_out),
+        "accuracy": accuracy(model, held_out, config.batch_size),
+        "accuracy_of_commonest_class": float(np.mean(held_out.labels == guess)),
+    }
+    print(json.dumps(result))
+
+
+def load_documents(config: Config) -> tuple[Documents, Documents]:
+    """The documents to train on, and those to measure with.
+
+    Raises:
+        ValueError: a class's text cannot be read, or is too short.
+    """
+    texts = [load_text([pattern], config.held_out_bytes) for pattern in config.classes]
+    return tuple(
+        cut([getattr(text, part) for text in texts], config.document_bytes)
+        for part in ("training", "held_out")
+    )
+
+
+def cut(classes: Sequence[Sequence[bytes]], size: int) -> Documents:
+    """Texts, class by class, as documents of at most `size` bytes."""
+    rows, labels = [], []
+    for label, texts in enumerate(classes):
+        pieces = [text[i : i + size] for text in texts for i in range(0, len(text), size)]
+        rows += [[DOCUMENT_MARK, *piece] for piece in pieces]
+        labels += [label] * len(pieces)
+    return Documents(*pad_left(rows), np.array(labels, np.int32))
+
+
+def load(config: Config) -> tuple[Classifier, int]:
+    """A classifier with the old run's parameters, what became of which is printed, and its step."""
+    model_config = LanguageModelConfig(**read_config(config.from_run)["model"])
+    rngs = nnx.Rngs(config.seed)
+    body = LanguageModel(model_config, dtype=jnp.dtype(config.dtype), rngs=rngs)
+    model = Classifier(body, len(config.classes), rngs=rngs)
+    if config.freeze:
+        check_frozen(model, config.freeze)
+    old, step = load_trained(config.from_run)
+    print(f"from step {step} of {config.from_run}")
+    print(carry_over(old, model, ["head/*"]))
+    return model, step
+
+
+def train(model: Classifier, documents: Documents, config: Config) -> None:
+    """Update the model in place."""
+    optimizer = make_optimizer(
+        learning_rate=config.learning_rate,
+        warmup_steps=config.steps // 10,
+        steps=config.steps,
+        weight_decay=0.1,
+        clip_norm=1.0,
+        accumulate=1,
+    )
+    if config.freeze:
+        optimizer = freeze(optimizer, config.freeze)
+    optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    rng = np.random.default_rng(config.seed)
+    with trange(config.steps, unit="step") as steps:
+        for _ in steps:
+            rows = rng.integers(len(documents), size=config.batch_size)
+            loss = train_step(model, optimizer, *documents.take(rows))
+            steps.set_postfix(loss=f"{float(loss):.3f}")
+
+
+@functools.partial(nnx.jit, donate_argnums=(0, 1))
+def train_step(
+    model: Classifier,
+    optimizer: nnx.Optimizer,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    labels: Int[Array, " B"],
+) -> Float[Array, ""]:
+    """Update the model and the optimizer in place, and return the loss before that, in nats."""
+
+    def loss(model: Classifier) -> Float[Array, ""]:
+        logits = model(tokens, segment_ids)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    value, gradients = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+def accuracy(model: Classifier, documents: Documents, batch_size: int) -> float:
+    """The fraction of documents whose class is the likeliest by the model."""
+    right = 0
+    for start in range(0, len(documents), batch_size):
+        # The last batch is filled up, so that there is one program, with documents known.
+        rows = np.arange(start, start + batch_size) % len(documents)
+        tokens, segment_ids, labels = documents.take(rows)
+        said = np.asarray(classify(model, tokens, segment_ids))
+        right += int(np.sum((said == labels)[: len(documents) - start]))
+    return right / len(documents)
+
+
+@nnx.jit
+def classify(
+    model: Classifier, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> Int[Array, " B"]:
+    """The likeliest class of each document."""
+    return jnp.argmax(model(tokens, segment_ids), axis=-1)
+
+
+if __name__ == "__main__":
+    main()
