@@ -62,6 +62,7 @@ def gradients(layer, x, segment_ids):
         *itertools.product(LINEAR, PRESETS, [AxisType.Auto]),
         *itertools.product(SIZES, [ShardingConfig.fsdp_tensor], [AxisType.Explicit]),
         ("sgla", ShardingConfig.fsdp, AxisType.Explicit),
+        ("sgla", ShardingConfig.sequence, AxisType.Explicit),
         ("sgla", ShardingConfig, AxisType.Explicit),
     ],
 )
