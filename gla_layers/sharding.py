@@ -157,8 +157,7 @@ def split_as_x(call: Callable[..., Any]) -> Callable[..., Any]:
         if not jax.sharding.get_abstract_mesh().explicit_axes:
             return call(self, x, **options)
         graph, parameters = nnx.split(self)
-        heads = (*(self.sharding.tokens or ()), None, None, None)[2]
-        tokens = P(*spec_of(x)[:2], heads)
+        tokens = P(*spec_of(x)[:2], *(self.sharding.tokens or P())[2:])
 
         def body(parameters, x, options):
             layer = nnx.merge(graph, parameters)
