@@ -25,6 +25,7 @@ class Case:
 
     Attributes:
         documents: documents of equal length that the row is packed of; 0 for no packing.
+        num_splits: as the ops take it.
         recompute: whether the backward pass makes the op's residuals again.
     """
 
@@ -38,6 +39,7 @@ class Case:
     qk_l2norm: bool = True
     documents: int = 0
     recompute: bool = False
+    num_splits: int | None = None
 
     def arguments(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What the program takes, by name."""
@@ -75,7 +77,11 @@ class Case:
             if self.op == "kda":
                 heads["g"] = _split(heads["g"], self.value_heads)
             o, _ = OPS[self.op](
-                **heads, **packing, qk_l2norm=self.qk_l2norm, implementation=implementation
+                **heads,
+                **packing,
+                qk_l2norm=self.qk_l2norm,
+                implementation=implementation,
+                num_splits=self.num_splits,
             )
             return o.reshape(*o.shape[:2], -1)
 
@@ -104,6 +110,18 @@ CASES = {
     "SimpleGLA": Case("simple_gla", qk_l2norm=False),
     "SimpleGLA, 25 documents": Case("simple_gla", qk_l2norm=False, documents=25),
     "SimpleGLA, float32": Case("simple_gla", qk_l2norm=False, dtype="float32"),
+    "GDN, one head, T = 131072": Case(
+        "gated_delta_rule", key_heads=1, value_heads=1, length=131072, num_splits=1
+    ),
+    "GDN, one head, T = 131072, 8 stretches": Case(
+        "gated_delta_rule", key_heads=1, value_heads=1, length=131072, num_splits=8
+    ),
+    "KDA, one head, T = 131072": Case(
+        "kda", key_heads=1, value_heads=1, length=131072, num_splits=1
+    ),
+    "KDA, one head, T = 131072, 8 stretches": Case(
+        "kda", key_heads=1, value_heads=1, length=131072, num_splits=8
+    ),
     "KDA": Case("kda"),
     "KDA, 32 heads": Case("kda", key_heads=32, value_heads=32),
     "KDA, 32 heads, 25 documents": Case("kda", key_heads=32, value_heads=32, documents=25),

@@ -135,6 +135,16 @@ def check_packing(
                 )
 
 
+def check_num_splits(num_splits: int | None) -> None:
+    """Check the number of stretches that a row is cut into.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    if num_splits is not None and (not is_integer(num_splits) or num_splits < 1):
+        raise ValueError(f"num_splits must be None or an integer of at least 1, got {num_splits!r}")
+
+
 def check_partition(partition: PartitionSpec | None) -> None:
     """Check the `PartitionSpec` of `[B, T, heads]`.
 

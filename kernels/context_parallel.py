@@ -1,22 +1,26 @@
-"""Rows whose time axis is split over devices: each works on a stretch of its rows' tokens.
+"""Rows whose time axis is split: each stretch of a row's tokens is worked on by itself.
+
+Over devices here, and within a core in `splits.py`.
 
 A stretch acts on the state S that enters it as an affine map, and its outputs are affine in S too:
 
     S'  = M S + E                 M [K, K]
     o_t = R_t^T S + ...           R_t [K]: what token t reads of S
 
-The op itself gives these: run from a zero state, E; run from the K x K identity with zeros for
-values, R as its outputs and M as its state. Documents and padding are masked in the op as ever,
-which makes M = 0 where a document starts within the stretch. For SimpleGLA R_t is q_t times the
-decay up to t, and M the decay of the whole stretch, a number.
+One run of the op gives these, and the outputs o' from a zero state: its state begins as [0 | I],
+with zeros for the values of I's columns, and ends as [E | M], and its outputs are [o' | R].
+Documents and padding are masked in the op as ever, which makes M = 0 where a document starts within
+the stretch. For SimpleGLA R_t is q_t times the decay up to t, and M the decay of the whole stretch,
+a number.
 
-All devices gather the M and E of all stretches, in one collective, work out the state X that enters
-their own, and run the op from it:
+All devices gather the M and E of all stretches, in one collective, and work out the state X that
+enters their own:
 
     X_0 = 0                       X_(r+1) = M_r X_r + E_r
 
 A state that a stretch has of its own, as the first one has the row's initial state, is in place of
-zero where E is computed, and is added to X.
+zero where E is computed, and is added to X. The outputs are o' + R X, or those of the op run from X
+where its residuals are wanted or, for SimpleGLA, where that costs less.
 
 The gradients of states go the other way. Given those of a stretch's outputs and of the state that
 leaves it, do and dS',
@@ -32,14 +36,14 @@ the gathered maps. Counted for a v6e, in million cycles for a stretch of 8192 to
 16 heads of 128, bfloat16) and, in brackets, for a row of its own:
 
                         forward         forward and backward
-    gated delta rule    1.9 (0.5)       2.8 (1.1)
-    KDA                 2.5 (0.7)       4.1 (2.0)
+    gated delta rule    0.7 (0.5)       2.6 (1.1)
+    KDA                 0.9 (0.7)       3.7 (2.0)
     SimpleGLA           0.4 (0.2)       1.1 (0.5)
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,38 +131,33 @@ class Stretches:
         flat, unravel = ravel_pytree((transition, added))
         tiles = jnp.pad(flat, (0, -flat.size % TILE))
         maps = jax.vmap(unravel)(jax.lax.all_gather(tiles, self.axes)[:, : flat.size])
-
-        def step(x, stretch_map):
-            transition, added = stretch_map
-            return _multiply(transition, x) + added, x
-
-        _, x = jax.lax.scan(step, jnp.zeros_like(added), maps, reverse=reverse)
-        return x[self.index]
+        return entering_states(*maps, reverse)[self.index]
 
 
 def context_parallel(
-    stretch: Implementation, affine_map: Callable[..., Any], stretches: Stretches
+    stretch: Implementation, affine_map: Callable[..., Any], stretches: Any
 ) -> Implementation:
     """An implementation for whole rows, out of the one for each of their stretches.
 
     Args:
         stretch: the implementation that a stretch runs.
         affine_map: of its op, `matrix_map` or `decay_map`.
-        stretches: how rows are cut.
+        stretches: how rows are cut, `Stretches` or `Splits`.
     """
 
-    def entering(options, tokens, states, *documents):
-        reads, transition, added = affine_map(stretch, options, tokens, states, *documents)
-        x = stretches.entering(transition, added)
-        return states + x, {"reads": reads, "transition": transition, "entering": x}
-
     def outputs(options, tokens, states, *documents):
-        states, _ = entering(options, tokens, states, *documents)
-        return stretch.outputs(options, tokens, states, *documents)
+        stretch_map = affine_map(stretch, options, tokens, states, *documents)
+        x = stretches.entering(stretch_map.transition, stretch_map.added)
+        if stretch_map.outputs is None:
+            return stretch.outputs(options, tokens, states + x, *documents)
+        o = stretch.add_reads(options, stretch_map.outputs, x[:, 0]).astype(tokens[2].dtype)
+        return o, stretch_map.added + _multiply(stretch_map.transition, x)
 
     def forward(options, tokens, states, *documents):
-        states, saved = entering(options, tokens, states, *documents)
-        outputs, residuals = stretch.forward(options, tokens, states, *documents)
+        stretch_map = affine_map(stretch, options, tokens, states, *documents)
+        x = stretches.entering(stretch_map.transition, stretch_map.added)
+        outputs, residuals = stretch.forward(options, tokens, states + x, *documents)
+        saved = {"reads": stretch_map.reads, "transition": stretch_map.transition, "entering": x}
         return outputs, residuals | saved
 
     def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
@@ -175,20 +174,30 @@ def context_parallel(
     return Implementation(forward, backward, outputs)
 
 
+class AffineMap(NamedTuple):
+    """What a stretch does: R, M and E, and [o' | R] where o' + R X costs less than another run."""
+
+    reads: Float[Array, "B T HV K"]
+    transition: Float[Array, "B N HV K K"]
+    added: Float[Array, "B N HV K V"]
+    outputs: Float[Array, "B T HV V+K"] | None = None
+
+
 def matrix_map(stretch, options, tokens, states, *documents):
-    """R, M and E of a delta rule."""
+    """That of a delta rule."""
     q, k, v, *gates = tokens
-    sizes = v.shape[:3] + k.shape[3:]
-    unwritten = q, k, jnp.zeros(sizes, storage_dtype(q, k, v)), *gates
-    identity = jnp.eye(sizes[3], dtype=states.dtype)
-    identity = jnp.broadcast_to(identity, (*states.shape[:-1], sizes[3]))
-    reads, transition = stretch.outputs(options, unwritten, identity, *documents)
-    _, added = stretch.outputs(options, tokens, states, *documents)
-    return reads, transition, added
+    key_size, value_size = k.shape[3], v.shape[3]
+    v = v.astype(storage_dtype(q, k, v))
+    identity = jnp.eye(key_size, dtype=states.dtype)
+    identity = jnp.broadcast_to(identity, (*states.shape[:-1], key_size))
+    states = jnp.concatenate([states, identity], axis=-1)
+    o, states = stretch.outputs(options, (q, k, v, *gates), states, *documents)
+    added, transition = jnp.split(states, [value_size], axis=-1)
+    return AffineMap(o[..., value_size:], transition, added, o)
 
 
 def decay_map(stretch, options, tokens, states, packing, chunk_document):
-    """R, M and E of decay alone: M is a number, and R_t is q_t times the decay up to t."""
+    """That of decay alone: M is a number, and R_t is q_t times the decay up to t."""
     q, _, v, g = tokens
     rows = packing or Packing.unpacked(*q.shape[:2])
     entered = (rows.valid & (rows.document == 0))[..., None]
@@ -199,7 +208,20 @@ def decay_map(stretch, options, tokens, states, packing, chunk_document):
     reads = jnp.where(entered[..., None], options.scale * decay[..., None] * q, 0)
     transition = jnp.where(rows.document[:, -1:] == 0, decay[:, -1], 0)
     _, added = stretch.outputs(options, tokens, states, packing, chunk_document)
-    return reads.astype(storage_dtype(*tokens[:3])), transition[:, None, :, None, None], added
+    reads = reads.astype(storage_dtype(*tokens[:3]))
+    return AffineMap(reads, transition[:, None, :, None, None], added)
+
+
+def entering_states(
+    transition: Float[Array, "n B N HV K K"], added: Float[Array, "n B N HV K V"], reverse: bool
+) -> Float[Array, "n B N HV K V"]:
+    """X of n stretches, the first axis, from their M and E."""
+
+    def step(x, stretch_map):
+        transition, added = stretch_map
+        return _multiply(transition, x) + added, x
+
+    return jax.lax.scan(step, jnp.zeros_like(added[0]), (transition, added), reverse=reverse)[1]
 
 
 def _multiply(transition: Float[Array, "... K K"], x: Float[Array, "... K V"]):

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
-from .operation import CallOptions, Implementation, Operation, clamp_decay
+from .operation import CallOptions, Operation, clamp_decay
 from .tpu import gated_delta_rule as tpu
 from .xla import gated_delta_rule as xla
 
@@ -15,7 +15,7 @@ _chunk = Operation(
     "chunk_gated_delta_rule",
     reference.gated_delta_rule,
     {
-        "pallas_tpu": Implementation(tpu.forward, tpu.backward, tpu.outputs),
+        "pallas_tpu": tpu.implementation,
         "xla": xla.implementation,
     },
 )
@@ -38,6 +38,7 @@ def chunk_gated_delta_rule(
     qk_l2norm: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
+    num_splits: int | None = None,
     partition: PartitionSpec | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
     """Run the gated delta rule over whole sequences.
@@ -73,6 +74,9 @@ def chunk_gated_delta_rule(
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend), "reference" (token by token) or None, the best for the platform that the
             program is lowered for.
+        num_splits: stretches that each row is cut into, which a core then works on side by side;
+            1 leaves rows whole. None cuts long rows of very few heads where that is faster on a
+            TPU, if the call is not differentiated. A row then has one state.
         partition: how `[B, T, heads]` are split over the mesh in context. Needed where the mesh
             has Auto axes; with Explicit ones the arrays' types tell it. H and HV are both to
             divide by the size of the heads' axes. Devices along the axes of T exchange one map
@@ -116,6 +120,7 @@ def chunk_gated_delta_rule(
         qk_l2norm=qk_l2norm,
         precision=precision,
         implementation=implementation,
+        num_splits=num_splits,
         partition=partition,
     )
 

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Options:
 
     Attributes:
         implementation: the one that was asked for.
+        num_splits: stretches that each row is cut into on a device; None for what pays.
         time: the mesh axes that rows are split over into stretches of tokens; () for whole rows.
     """
 
@@ -35,7 +37,21 @@ class Options:
     qk_l2norm: bool
     precision: jax.lax.Precision | None
     implementation: str | None
+    num_splits: int | None = 1
     time: tuple[str, ...] = ()
+
+
+def add_reads(
+    options: Options, outputs: Float[Array, "B T HV V+K"], x: Float[Array, "B HV K V"]
+) -> Float[Array, "B T HV V"]:
+    """o' + R X, from outputs [o' | R] and a state; see `context_parallel.py`."""
+    value_size = x.shape[3]
+    precision = options.precision
+    if precision is None and outputs.dtype == jnp.float32:
+        precision = jax.lax.Precision.HIGHEST
+    outputs = outputs.astype(jnp.float32)
+    reads = outputs[..., value_size:]
+    return outputs[..., :value_size] + jnp.einsum("bthk,bhkv->bthv", reads, x, precision=precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +59,18 @@ class Implementation:
     """One way to compute an op, forward and backward.
 
     `outputs_only` is `forward` without residuals, for an implementation that would else write
-    them whether or not they are used: a kernel's outputs are not dead code.
+    them whether or not they are used: a kernel's outputs are not dead code. A delta rule's takes
+    states of more columns than v has channels: what is written to the others is 0, and o has as
+    many channels as the state columns. `add_reads` adds to outputs what they read of a state.
+    `split_chains` tells, by the sizes of heads, up to how many rows times value heads it pays to
+    cut rows into stretches (see `splits.py`).
     """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     outputs_only: Callable[..., Any] | None = None
+    add_reads: Callable[..., Any] = add_reads
+    split_chains: Callable[[int, int], int] = lambda key_size, value_size: 0
 
     def outputs(self, *arguments: Any) -> Any:
         """The outputs of a call that will not be differentiated."""

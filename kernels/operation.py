@@ -19,6 +19,7 @@ from .context_parallel import Stretches, context_parallel, matrix_map
 from .implementation import Implementation, Options
 from .packing import Alignment, Packing, poisoned_unless_rising, zero_padding
 from .sharding import Placement, needs_partition, warn_of_fallback
+from .splits import split_rows, splits_that_pay
 
 Tokens = tuple[Array, ...]
 
@@ -35,6 +36,7 @@ class CallOptions(TypedDict, total=False):
     qk_l2norm: bool
     precision: jax.lax.PrecisionLike
     implementation: str | None
+    num_splits: int | None
     partition: PartitionSpec | None
 
 
@@ -71,6 +73,7 @@ class Operation:
         qk_l2norm: bool = False,
         precision: jax.lax.PrecisionLike = None,
         implementation: str | None = None,
+        num_splits: int | None = None,
         partition: PartitionSpec | None = None,
     ) -> tuple[Float[Array, "B T HV V"], Float[Array, "..."] | None]:
         """Check the shared arguments, and run the chosen implementation on the mesh, if any."""
@@ -79,6 +82,7 @@ class Operation:
         state_shape = (batch, value_heads, k.shape[-1], value_size)
         arguments.check_options(scale, precision, implementation, qk_l2norm, output_final_state)
         arguments.check_packing(batch, length, segment_ids, cu_seqlens, max_num_segments)
+        arguments.check_num_splits(num_splits)
         arguments.check_partition(partition)
         if implementation is None and not self.implementations:
             implementation = "reference"
@@ -104,11 +108,14 @@ class Operation:
             qk_l2norm=bool(qk_l2norm),
             precision=None if precision is None else jax.lax.Precision(precision),
             implementation=_implementation_on_mesh(implementation, partition),
+            num_splits=None if num_splits is None else int(num_splits),
             time=() if placement is None else placement.split_time,
         )
         num_states = num_documents if per_document else None
         if options.time:
-            _check_split_time(options.implementation, num_states)
+            _check_whole_time("partition", options.implementation, num_states)
+        if options.num_splits is not None and options.num_splits > 1:
+            _check_whole_time("num_splits", options.implementation, num_states)
         run = functools.partial(self._lay_out, options, num_states, output_final_state)
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
         if placement is None:
@@ -235,9 +242,16 @@ class Operation:
         The platform is the one that the program is lowered for, which need not be the one that
         traces it: so it is decided in the program.
         """
+        tokens, _, _, chunk_document, *_ = arrays
 
         def bind(name):
             implementation = self.implementations[name]
+            num_splits = options.num_splits
+            if num_splits is None:
+                may_split = direction == "outputs" and chunk_document is None and not options.time
+                num_splits = splits_that_pay(implementation, *tokens[1:3]) if may_split else 1
+            if num_splits > 1:
+                implementation = split_rows(implementation, self.affine_map, num_splits)
             if options.time:
                 stretches = Stretches(options.time)
                 implementation = context_parallel(implementation, self.affine_map, stretches)
@@ -290,15 +304,15 @@ def _implementation_on_mesh(
     return "xla"
 
 
-def _check_split_time(implementation: str | None, num_states: int | None) -> None:
+def _check_whole_time(name: str, implementation: str | None, num_states: int | None) -> None:
     if implementation == "reference":
         raise ValueError(
-            "partition must leave the time axis whole for implementation='reference', which runs "
+            f"{name} must leave the time axis whole for implementation='reference', which runs "
             "token after token, got one that splits it"
         )
     if num_states is not None and num_states > 1:
         raise ValueError(
-            "partition must leave the time axis whole where each document has a state of its own "
+            f"{name} must leave the time axis whole where each document has a state of its own "
             "(initial_state [B, N, HV, K, V], or output_final_state with segment_ids or "
             f"cu_seqlens), got one that splits it and {num_states} documents a row"
         )

@@ -4,13 +4,17 @@ As for `simple_gla.py`. A beta of exactly 0 acts as 2^-60, which vanishes in flo
 divides by it.
 """
 
+import functools
+
 import jax.numpy as jnp
 
+from ..implementation import Implementation
 from ..numerics import SMALLEST_DECAY, divisible, storage_dtype
 from ..packing import zero_padding
 from . import gated_delta_rule_backward, gated_delta_rule_forward
 from .blocks import Blocks, flat_tokens, pad_heads, pad_states
-from .tuning import tuning
+from .reads import add_reads
+from .tuning import split_chains, tuning
 
 
 def forward(options, tokens, states, packing, chunk_document):
@@ -20,14 +24,16 @@ def forward(options, tokens, states, packing, chunk_document):
 
 
 def outputs(options, tokens, states, packing, chunk_document):
-    """`forward` without the residuals."""
+    """`forward` without the residuals; states may have more columns than v has channels."""
     return _forward(options, tokens, states, packing, chunk_document, save=False)[0]
 
 
 def _forward(options, tokens, states, packing, chunk_document, *, save):
     q, _, v, *_ = tokens
     one_chunk = chunk_document is not None
-    blocks = Blocks.of(q, v, tuning("gated_delta_rule_forward"), one_chunk=one_chunk)
+    key_size, value_size = states.shape[-2:]
+    tuned = tuning("gated_delta_rule_forward")
+    blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, columns=value_size)
     o, states, chunk_states, inverse, x = gated_delta_rule_forward.forward(
         blocks,
         options,
@@ -35,8 +41,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
         *_inputs(blocks, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
-    o = blocks.split_value_heads(o)[..., : v.shape[3]].astype(v.dtype)
-    key_size, value_size = q.shape[3], v.shape[3]
+    o = blocks.split_value_heads(o)[..., :value_size].astype(v.dtype)
     states = states[..., :key_size, :value_size]
     if not save:
         return (o, states), None
@@ -80,8 +85,17 @@ def _inputs(blocks, tokens, packing, chunk_document):
         blocks.prefetched(chunk_document, packing),
         flat_tokens(q, blocks.key_size, dtype),
         flat_tokens(k, blocks.key_size, dtype),
-        flat_tokens(v, blocks.value_size, dtype),
+        flat_tokens(v, blocks.written_size, dtype),
         blocks.time_on_lanes(g),
         blocks.time_on_lanes(divisible(beta)),
         None if packing is None else blocks.row_documents(packing),
     )
+
+
+implementation = Implementation(
+    forward,
+    backward,
+    outputs,
+    add_reads,
+    functools.partial(split_chains, "gated_delta_rule_forward"),
+)

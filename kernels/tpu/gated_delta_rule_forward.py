@@ -33,7 +33,7 @@ from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lane, wide
 from .call import pallas_call
 from .decay import ChunkDecay, chunk_documents
 from .dots import NT, dot
-from .heads import HeadWriter, own_lanes, own_state, place_state, read_head
+from .heads import HeadWriter, own_lanes, own_state, place_state, read_value
 from .keys import read_keys
 from .lockstep import interleaved
 from .triangular_inverse import triangular_inverse
@@ -68,7 +68,7 @@ def forward(
         in_specs=[
             blocks.keys(),
             blocks.keys(),
-            blocks.values(),
+            blocks.written_values(),
             blocks.gates(),
             blocks.gates(),
             None if row_document is None else blocks.row_document(),
@@ -86,7 +86,7 @@ def forward(
         over_batch_rows(blocks, functools.partial(_row, blocks, options)),
         grid_spec=grid_spec,
         out_shape=[
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            blocks.outputs(v),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
             *(
                 jax.ShapeDtypeStruct((*chunks, *shape), dtype) if save else None
@@ -162,7 +162,7 @@ def _row(
         reads = dot(both, before.astype(dtype), precision)
         yield
         start = widen(start, value_lanes)
-        x = (read_head(v, chunk, h, blocks.value_size) - start * reads[:CHUNK]).astype(dtype)
+        x = (read_value(v, chunk, h, blocks) - start * reads[:CHUNK]).astype(dtype)
         u = dot(inverse, x, precision)
         yield
         writes = widen(lane(write_columns, h), value_lanes) * u

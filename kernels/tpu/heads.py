@@ -9,6 +9,7 @@ whole registers come out right, two such heads add up to the register that is st
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..packing import CHUNK
 from .blocks import LANES, Blocks, chunk_rows, iota
 
 
@@ -51,6 +52,13 @@ def read_head(ref, chunk: int, head: int, size: int) -> Float[Array, "C lanes"]:
         return x
     own = iota(1) // size == head % _heads_a_register(size)
     return jnp.where(own, x, jnp.zeros_like(x))
+
+
+def read_value(ref, chunk: int, head: int, blocks: Blocks) -> Float[Array, "C lanes"]:
+    """A value head's values, and zeros for the columns of its state that none are written to."""
+    x = read_head(ref, chunk, head, blocks.written_size)
+    missing = blocks.value_size - blocks.written_size
+    return jnp.concatenate([x, jnp.zeros((CHUNK, missing), x.dtype)], axis=1) if missing else x
 
 
 def place_state(x: Float[Array, "K V"], head: int, blocks: Blocks) -> Float[Array, "lanes lanes"]:

@@ -31,7 +31,7 @@ from .call import pallas_call
 from .channel_decay import LEVELS
 from .decay import chunk_documents
 from .dots import dot
-from .heads import HeadWriter, move_lanes, own_lanes, own_state, place_state, read_head
+from .heads import HeadWriter, move_lanes, own_lanes, own_state, place_state, read_head, read_value
 from .kda_pairs import decay_tokens, scaling, scores
 from .keys import read_keys
 from .lockstep import interleaved
@@ -65,7 +65,7 @@ def forward(
         in_specs=[
             blocks.keys(),
             blocks.keys(),
-            blocks.values(),
+            blocks.written_values(),
             blocks.channel_gates(),
             blocks.gates(),
             None if row_document is None else blocks.row_document(),
@@ -83,7 +83,7 @@ def forward(
         over_batch_rows(blocks, functools.partial(_row, blocks, options)),
         grid_spec=grid_spec,
         out_shape=[
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            blocks.outputs(v),
             jax.ShapeDtypeStruct(states.shape, states.dtype),
             *(
                 jax.ShapeDtypeStruct((*chunks, *shape), dtype) if save else None
@@ -146,8 +146,8 @@ def _row(
         j = h // blocks.group
         betas = column(beta[h : h + 1, chunk_rows(chunk)])
         qh, kh = key_head(chunk, j)
-        vh, gh = read_head(v, chunk, h, blocks.value_size), read_head(g, chunk, h, blocks.key_size)
-        gh = move_lanes(gh, h, j, blocks.key_size)
+        vh = read_value(v, chunk, h, blocks)
+        gh = move_lanes(read_head(g, chunk, h, blocks.key_size), h, j, blocks.key_size)
         document = documents_of(chunk)
         levels = decay_tokens(qh, kh, gh, document, scaled)
         whole = levels[LEVELS]

@@ -7,6 +7,7 @@ the tensor. Gates are clamped here, and those of padding zeroed: they are small.
 
 import jax.numpy as jnp
 
+from ..implementation import Implementation
 from ..numerics import SMALLEST_DECAY, storage_dtype
 from ..packing import zero_padding
 from . import simple_gla_backward, simple_gla_forward
@@ -73,3 +74,6 @@ def _inputs(blocks, dtype, tokens, packing, chunk_document):
         blocks.time_on_lanes(g),
         None if packing is None else blocks.row_documents(packing),
     )
+
+
+implementation = Implementation(forward, backward, outputs)

@@ -18,15 +18,17 @@ class Tuning:
 
     Attributes:
         heads: value heads of at most 128 channels, of one or several batch rows; fewer larger ones.
-        chunks: chunks.
+        chunks: chunks of so many heads; more of fewer, see `Blocks.of`.
         vmem_limit_bytes: vector memory that the kernel may take.
         cores: cores that the blocks of one program are divided among.
+        split_chains: up to how many rows times value heads it pays to cut rows, see `../splits.py`.
     """
 
     heads: int
     chunks: int
     vmem_limit_bytes: int
     cores: int = 1
+    split_chains: int = 0
 
     def heads_of(self, size: int) -> int:
         """As many channels in heads of `size`."""
@@ -40,10 +42,10 @@ DEFAULT = Tuning(heads=2, chunks=1, vmem_limit_bytes=16 * MIB)
 TABLE: dict[str, dict[str, Tuning]] = {
     "gated_delta_rule_forward": {
         "v4": Tuning(4, 1, 16 * MIB, cores=2),
-        "v5e": Tuning(16, 1, 96 * MIB),
-        "v5p": Tuning(8, 1, 48 * MIB, cores=2),
-        "v6e": Tuning(16, 1, 96 * MIB),
-        "7x": Tuning(16, 1, 48 * MIB),
+        "v5e": Tuning(16, 1, 96 * MIB, split_chains=1),
+        "v5p": Tuning(8, 1, 48 * MIB, cores=2, split_chains=2),
+        "v6e": Tuning(16, 1, 96 * MIB, split_chains=2),
+        "7x": Tuning(16, 1, 48 * MIB, split_chains=2),
     },
     "gated_delta_rule_backward": {
         "v4": Tuning(4, 1, 16 * MIB, cores=2),
@@ -55,9 +57,9 @@ TABLE: dict[str, dict[str, Tuning]] = {
     "kda_forward": {
         "v4": Tuning(2, 1, 16 * MIB, cores=2),
         "v5e": Tuning(8, 2, 96 * MIB),
-        "v5p": Tuning(8, 2, 48 * MIB, cores=2),
-        "v6e": Tuning(8, 2, 96 * MIB),
-        "7x": Tuning(8, 2, 48 * MIB),
+        "v5p": Tuning(8, 2, 48 * MIB, cores=2, split_chains=2),
+        "v6e": Tuning(8, 2, 96 * MIB, split_chains=1),
+        "7x": Tuning(8, 2, 48 * MIB, split_chains=1),
     },
     "kda_backward": {
         "v4": Tuning(2, 1, 16 * MIB, cores=2),
@@ -104,3 +106,10 @@ def tuning(kernel: str) -> Tuning:
     if not pltpu.is_tpu_device():
         return DEFAULT
     return TABLE[kernel].get(str(pltpu.get_tpu_info().chip_version), DEFAULT)
+
+
+def split_chains(kernel: str, key_size: int, value_size: int) -> int:
+    """`Tuning.split_chains`; none where heads would have to be padded to whole registers."""
+    if key_size % 128 or value_size % 128:
+        return 0
+    return tuning(kernel).split_chains

@@ -121,7 +121,9 @@ def _for_platform(run, block, options, tokens, *arrays):
 
 
 def _forward_by_blocks(block, blocks, options, tokens, states, packing, chunk_document):
-    """One block after the other."""
+    """One block after the other; states may have more columns than v has channels."""
+    q, k, v, *gates = tokens
+    tokens = q, k, jnp.pad(v, [(0, 0)] * 3 + [(0, states.shape[-1] - v.shape[3])]), *gates
     inputs = _cut(blocks, tokens, packing, chunk_document)
 
     def step(states, inputs):

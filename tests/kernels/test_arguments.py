@@ -123,6 +123,18 @@ WRONG = {
         {"implementation": "triton"},
         "implementation must be one of .*, got 'triton'",
     ),
+    "no stretches": (
+        {"num_splits": 0},
+        "num_splits must be None or an integer of at least 1, got 0",
+    ),
+    "half a stretch": (
+        {"num_splits": 0.5},
+        "num_splits must be None or an integer of at least 1, got 0.5",
+    ),
+    "num_splits a flag": (
+        {"num_splits": True},
+        "num_splits must be None or an integer of at least 1, got True",
+    ),
     "an unknown precision": (
         {"precision": "exact"},
         "precision must be None or a jax.lax.Precision, or its name .* got 'exact'",
