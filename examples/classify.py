@@ -45,8 +45,9 @@ class Config:
     """Globs of parameters that stay as they are; embed/* layers/* trains little but the head."""
     held_out_bytes: int = 8192
     """The end of each class's text, which is not trained on and measures the model."""
-    document_bytes: int = 256
-    """Texts are cut into documents of this length, but for their ends."""
+    document_bytes: int = 255
+    """Texts are cut into documents of this length, but for their ends; with its mark, a document of
+    255 fills two chunks of 128 tokens."""
     steps: int = 100
     """Updates of the parameters."""
     batch_size: int = 16
@@ -175,9 +176,11 @@ def train(model: Classifier, documents: Documents, config: Config) -> None:
         optimizer = freeze(optimizer, config.freeze)
     optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     rng = np.random.default_rng(config.seed)
+    # All classes are drawn alike, however much text there is of each.
+    share = 1 / np.bincount(documents.labels)[documents.labels] / len(config.classes)
     with trange(config.steps, unit="step") as steps:
         for _ in steps:
-            rows = rng.integers(len(documents), size=config.batch_size)
+            rows = rng.choice(len(documents), size=config.batch_size, p=share)
             loss = train_step(model, optimizer, *documents.take(rows))
             steps.set_postfix(loss=f"{float(loss):.3f}")
 

@@ -69,7 +69,7 @@ class Config:
     """Layers of a model."""
     steps: int = 500
     """Updates of the parameters."""
-    batch_size: int = 32
+    batch_size: int = 16
     """Rows a batch, a multiple of 4."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
@@ -133,6 +133,7 @@ class Rows:
     answers: Int[Array, "B T"]
 
 
+@functools.partial(jax.jit, static_argnames=("config", "batch_size"))
 def draw_rows(key: PRNGKeyArray, config: Config, batch_size: int) -> Rows:
     """Rows of as many keys each, a part of them with each number of documents of `PACKING`."""
     part = batch_size // len(PACKING)
@@ -190,12 +191,9 @@ def make_model(config: Config, mixer: Mixer) -> LanguageModel:
     return model
 
 
-@functools.partial(nnx.jit, static_argnames="config", donate_argnums=(0, 1))
-def train_step(
-    model: LanguageModel, optimizer: nnx.Optimizer, key: PRNGKeyArray, config: Config
-) -> None:
-    """Update the model and the optimizer in place, by rows that nobody has seen."""
-    rows = draw_rows(key, config, config.batch_size)
+@functools.partial(nnx.jit, donate_argnums=(0, 1))
+def train_step(model: LanguageModel, optimizer: nnx.Optimizer, rows: Rows) -> None:
+    """Update the model and the optimizer in place."""
 
     def loss(model: LanguageModel) -> Float[Array, ""]:
         logits = model(rows.tokens, segment_ids=rows.segment_ids)
@@ -205,11 +203,9 @@ def train_step(
     optimizer.update(model, nnx.grad(loss)(model))
 
 
-@functools.partial(nnx.jit, static_argnames="config")
-def measure(model: LanguageModel, key: PRNGKeyArray, config: Config) -> Float[Array, ""]:
-    """The fraction of right answers where a row is one document, with all of the keys."""
-    rows = draw_rows(key, config, TEST_ROWS * len(PACKING))
-    rows = jax.tree.map(lambda array: array[:TEST_ROWS], rows)
+@nnx.jit
+def measure(model: LanguageModel, rows: Rows) -> Float[Array, ""]:
+    """The fraction of right answers."""
     said = jnp.argmax(model(rows.tokens, segment_ids=rows.segment_ids), axis=-1)
     return jnp.mean(said == rows.answers, where=rows.answers >= 0)
 
@@ -227,12 +223,16 @@ def train(config: Config, mixer: Mixer) -> Result:
     )
     optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     training_key, test_key = jax.random.split(jax.random.key(config.seed))
+    test_rows = draw_rows(test_key, config, TEST_ROWS * len(PACKING))
+    # Of the first part, whose rows are one document, with all of the keys.
+    test_rows = jax.tree.map(lambda array: array[:TEST_ROWS], test_rows)
     curve = []
     with tqdm(total=config.steps, desc=mixer, unit="step") as progress:
         for step in range(1, config.steps + 1):
-            train_step(model, optimizer, jax.random.fold_in(training_key, step), config)
+            key = jax.random.fold_in(training_key, step)
+            train_step(model, optimizer, draw_rows(key, config, config.batch_size))
             if step % config.eval_every == 0 or step == config.steps:
-                accuracy = float(measure(model, test_key, config))
+                accuracy = float(measure(model, test_rows))
                 curve.append({"step": step, "accuracy": accuracy})
                 progress.update(step - progress.n)
                 progress.set_postfix(accuracy=f"{accuracy:.3f}")
