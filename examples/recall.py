@@ -36,7 +36,7 @@ from run_directory import write_json
 from tqdm import tqdm
 from train_config import Mixer
 
-from gla_layers import KDA, GatedDeltaNet, LanguageModel, LanguageModelConfig
+from gla_layers import KDA, GatedDeltaNet, LanguageModel, LanguageModelConfig, SimpleGLA
 
 COUNTS = ("num_keys", "writes", "vocabulary", "num_heads", "num_layers", "steps", "eval_every")
 PACKING = (1, 2, 4, 8)
@@ -46,7 +46,8 @@ without them not within thousands of steps."""
 TEST_ROWS = 64
 
 SLOWER = 4.0
-"""Taken off log decay rates, which begin from up to 1 a token, to forget nothing of these rows."""
+"""By how much decay rates begin slower, in their logarithm: as the layers make them, up to 1 a token
+(delta rules) and 1 in 23 (SimpleGLA), they forget within a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +189,8 @@ def make_model(config: Config, mixer: Mixer) -> LanguageModel:
     for layer in model.layers:
         if isinstance(layer.mixer, GatedDeltaNet | KDA):
             layer.mixer.A_log[...] -= SLOWER
+        elif isinstance(layer.mixer, SimpleGLA):
+            layer.mixer.gk_proj.bias[...] += SLOWER
     return model
 
 
