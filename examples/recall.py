@@ -46,8 +46,8 @@ without them not within thousands of steps."""
 TEST_ROWS = 64
 
 SLOWER = 4.0
-"""By how much decay rates begin slower, in their logarithm: as the layers make them, up to 1 a token
-(delta rules) and 1 in 23 (SimpleGLA), they forget within a row."""
+"""By how much decay rates begin slower, in their logarithm: as the layers make them, up to 1 a
+token (delta rules) and 1 in 23 (SimpleGLA), they forget within a row."""
 
 
 @dataclasses.dataclass(frozen=True)
