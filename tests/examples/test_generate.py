@@ -4,9 +4,11 @@ import json
 import sys
 
 import generate
+import jax
 import jax.numpy as jnp
 import pytest
 import training_run
+from mesh import make_mesh
 from train_config import Config
 from trained import load_trained
 
@@ -53,7 +55,8 @@ def test_the_type_and_the_implementation_are_those_asked_for(small_run, monkeypa
 def test_the_sample_of_the_training_script_is_one_of_these(small_run, monkeypatch, capsys):
     model, _ = generate.load_trained(small_run)
     config = Config(prompt="The ", sample_bytes=12, seed=5)
-    expected = training_run.continue_prompt(model, config, model.config)
+    with jax.set_mesh(make_mesh(None)):
+        expected = training_run.continue_prompt(model, config, model.config)
     arguments = ["--prompt", "The ", "--max-new-tokens", "12", "--seed", "5"]
     texts, _ = run(monkeypatch, capsys, "--run-dir", small_run, *arguments)
     assert texts == f"--- 1 of 1\n{expected}"
