@@ -68,18 +68,17 @@ class TrainingStep:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             graph, state = nnx.split(nnx.eval_shape(make))
         specs = nnx.get_partition_spec(state), P(sharding.tokens[0])
-        place = lambda x, spec: jax.ShapeDtypeStruct(  # noqa: E731
-            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-        )
+
+        def place(x: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
         return step, jax.tree.map(place, (state, tokens), specs)
 
 
 def parse_mesh(sizes: list[str]) -> dict[str, int]:
     """Sizes of the axes of a mesh from `name=size`."""
-    named = dict(size.split("=") for size in sizes)
-    return {name: int(named.pop(name, 1)) for name in ("data", "fsdp", "tensor")} | {
-        name: int(size) for name, size in named.items()
-    }
+    given = {name: int(size) for name, size in (x.split("=") for x in sizes)}
+    return {"data": 1, "fsdp": 1, "tensor": 1} | given
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from checks import check_counts, check_positive, check_seed
 from data import DOCUMENT_MARK, load_text
 from errors import one_sentence_errors
 from flax import nnx
@@ -62,13 +63,9 @@ class Config:
     def __post_init__(self) -> None:
         if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
             raise ValueError(f"classes must be at least 2 different globs, got {self.classes}")
-        for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.learning_rate < float("inf"):
-            raise ValueError(f"learning_rate must be a number above 0, got {self.learning_rate}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+        check_counts(self, *COUNTS)
+        check_positive(self, "learning_rate")
+        check_seed(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,9 +165,6 @@ def train(model: Classifier, documents: Documents, config: Config) -> None:
         learning_rate=config.learning_rate,
         warmup_steps=config.steps // 10,
         steps=config.steps,
-        weight_decay=0.1,
-        clip_norm=1.0,
-        accumulate=1,
     )
     if config.freeze:
         optimizer = freeze(optimizer, config.freeze)

@@ -16,6 +16,7 @@ import data
 import jax
 import numpy as np
 import tyro
+from checks import check_counts, check_seed
 from errors import one_sentence_errors
 from sampling import Sampling, decode, pad_left, prefill
 from trained import load_trained
@@ -42,10 +43,8 @@ class Config(Sampling):
         super().__post_init__()
         if not self.prompt or not all(self.prompt):
             raise ValueError(f"prompt must be texts that are not empty, got {self.prompt}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+        check_counts(self, "max_new_tokens")
+        check_seed(self)
 
 
 def main() -> None:

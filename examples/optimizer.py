@@ -18,9 +18,9 @@ def make_optimizer(
     learning_rate: float,
     warmup_steps: int,
     steps: int,
-    weight_decay: float,
-    clip_norm: float,
-    accumulate: int,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    accumulate: int = 1,
 ) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` updates.
 

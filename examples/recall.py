@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from checks import check_counts, check_positive, check_seed
 from errors import one_sentence_errors
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -82,9 +83,7 @@ class Config:
     """Where recall.json and recall.png are written."""
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_counts(self, *COUNTS)
         if not self.mixer or len(set(self.mixer)) < len(self.mixer):
             raise ValueError(f"mixer must be different names, got {self.mixer}")
         for name, factor in (
@@ -99,10 +98,8 @@ class Config:
             raise ValueError(
                 f"vocabulary must be at least num_keys = {self.num_keys}, got {self.vocabulary}"
             )
-        if not 0 < self.learning_rate < float("inf"):
-            raise ValueError(f"learning_rate must be a number above 0, got {self.learning_rate}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+        check_positive(self, "learning_rate")
+        check_seed(self)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError(
                 "matplotlib must be installed to draw the curves: pip install matplotlib"
@@ -220,9 +217,6 @@ def train(config: Config, mixer: Mixer) -> Result:
         learning_rate=config.learning_rate,
         warmup_steps=config.steps // 10,
         steps=config.steps,
-        weight_decay=0.1,
-        clip_norm=1.0,
-        accumulate=1,
     )
     optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     training_key, test_key = jax.random.split(jax.random.key(config.seed))

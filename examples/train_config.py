@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from checks import check_counts, check_positive, check_seed
 
 Mixer = Literal["gated_deltanet", "kda", "simple_gla", "attention"]
 
@@ -83,12 +84,8 @@ class TrainingConfig:
     """Length of that sample."""
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        check_counts(self, *COUNTS)
+        check_positive(self, "learning_rate", "clip_norm")
         if self.profile < 0:
             raise ValueError(f"profile must be at least 0, got {self.profile}")
         for name in ("warmup", "weight_decay"):
@@ -96,8 +93,7 @@ class TrainingConfig:
                 raise ValueError(
                     f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
                 )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+        check_seed(self)
 
 
 @dataclasses.dataclass(frozen=True)
