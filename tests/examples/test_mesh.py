@@ -64,7 +64,7 @@ def start(description, num_devices, monkeypatch):
 
 def step(training, mesh):
     with jax.set_mesh(mesh):
-        return float(train_step(training.model, training.optimizer, **next(training.data)))
+        return float(train_step(training.model, training.optimizer, **next(training.data))["loss"])
 
 
 def arrays(training):
