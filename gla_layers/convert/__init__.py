@@ -1,5 +1,7 @@
 """Checkpoints of other libraries, both ways; needs `pip install gla-layers[convert]`.
 
+Whole language models:
+
     model = load_pretrained(path)                 a folder with config.json and safetensors
     save_pretrained(model, path)                  as flash-linear-attention writes it
     save_pretrained(model, path, like=original)   as the checkpoint that it came from

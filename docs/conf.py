@@ -1,0 +1,57 @@
+"""The site's configuration: `python -m uv run python -m sphinx -W docs build/docs` makes it."""
+
+import re
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
+project = "gla-layers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["pictures"]
+
+html_theme = "furo"
+html_title = project
+html_show_sphinx = html_show_copyright = html_copy_source = False
+html_math_renderer = "mathml"
+
+myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["math"]
+myst_heading_anchors = 3
+
+default_role = "py:obj"
+autodoc_class_signature = "separated"
+autodoc_default_options = {
+    "members": True,
+    "inherited-members": "Module,Pytree",
+    "special-members": "__init__, __call__",
+    "exclude-members": "__new__",
+    "member-order": "bysource",
+}
+autodoc_preserve_defaults = True
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (_mathml(False), None), (_mathml(True), None))
+    # Before napoleon, which reads what this leaves.
+    app.connect("autodoc-process-docstring", _mark_literal_blocks, priority=400)
+
+
+def _mathml(as_block):
+    """MathML, which browsers draw without a script from elsewhere."""
+
+    def visit(translator, node):
+        translator.body.append(tex2mathml(node.astext(), as_block=as_block))
+        raise nodes.SkipNode
+
+    return visit
+
+
+def _mark_literal_blocks(app, what, name, obj, options, lines):
+    """Give the colon before an indented block of a docstring the second one that Sphinx wants."""
+    text = re.sub(r"(?m)^( *)(\S.*):\n\n(?=\1 +\S)", r"\1\2::\n\n", "\n".join(lines))
+    lines[:] = text.split("\n")
