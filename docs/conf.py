@@ -13,6 +13,8 @@ html_theme = "furo"
 html_title = project
 html_show_sphinx = html_show_copyright = html_copy_source = False
 html_math_renderer = "mathml"
+html_static_path = ["static"]
+html_css_files = ["math.css"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]

@@ -1,17 +1,10 @@
 """Token mixers under the transformations of flax, in both of its graph modes."""
 
-import pathlib
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import print_saved_residuals
-
-from gla_layers import KDA, Attention, GatedDeltaNet
 
 from .mixers import (
     CLASSES,
@@ -26,7 +19,6 @@ from .mixers import (
     run,
 )
 
-ROOT = pathlib.Path(__file__).parents[2]
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 
 
@@ -130,41 +122,6 @@ def test_to_linen(name):
     y, variables = jax.eval_shape(module.init_with_output, jax.random.key(0), x)
     assert y.shape == (1, 3, HIDDEN)
     assert "q_proj" in variables["params"]
-
-
-@pytest.mark.slow
-def test_compositions_of_the_readme(capsys):
-    section = (ROOT / "README.md").read_text().split("\n## Compose")[1].split("\n## ")[0]
-    own_block, stack, lora = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 32)), "float32")
-    names = {"jax": jax, "nnx": nnx, "optax": optax, "x": x}
-    names |= {"KDA": KDA, "Attention": Attention, "GatedDeltaNet": GatedDeltaNet}
-
-    exec(own_block, names)
-    assert names["y"].shape == (2, 5, 2)
-
-    exec(stack, names)
-    arrays = {tuple(p.shape) for p in jax.tree.leaves(nnx.state(names["stack"]))}
-    print_saved_residuals(lambda stack: names["run_stack"](x, stack).sum(), names["stack"])
-    saved = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    saved -= {f"f32[{','.join(map(str, shape))}]" for shape in arrays}
-    # Of each of the 4 layers: the input, and the op's states, inverse and x.
-    assert {name for name in saved if name.startswith("f32")} == {
-        "f32[4,2,5,32]",
-        "f32[4,2,2,1,8,16]",
-        "f32[4,2,2,1,128,128]",
-        "f32[4,2,2,1,128,16]",
-    }
-
-    exec(lora, names)
-    trained = nnx.to_flat_state(nnx.state(names["layer"], nnx.LoRAParam))
-    assert {path for path, _ in trained} == {
-        (projection, name) for projection in ("q_proj", "v_proj") for name in ("lora_a", "lora_b")
-    }
-    before = GatedDeltaNet(32, num_heads=2, head_dim=8, rngs=nnx.Rngs(0))
-    assert np.array_equal(
-        names["layer"].q_proj.base_module.kernel.shape, before.q_proj.kernel.shape
-    )
 
 
 def test_layers_of_one_configuration_share_a_trace():
