@@ -3,10 +3,11 @@
 libtpu reads its settings when it is first used; JAX itself stays on the CPU.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -58,16 +59,19 @@ TARGETS = {
 }
 
 
-def pod(target: str, chips: str, axes: Mapping[str, int]) -> Mesh:
-    """A mesh over the devices of a pod slice that is not there, with Auto axes.
+def pod(
+    target: str, chips: str, axes: Mapping[str, int], axis_type: AxisType = AxisType.Auto
+) -> Mesh:
+    """A mesh over the devices of a pod slice that is not there.
 
     Args:
         target: a name in `TARGETS`.
         chips: the slice, as "16x16".
         axes: the sizes of the mesh's axes, by name.
+        axis_type: of all of them.
     """
     name = TARGETS[target].topology.split(":")[0]
-    return _mesh(f"{name}:{chips}", axes)
+    return _mesh(f"{name}:{chips}", axes, axis_type)
 
 
 def compile_for(
@@ -88,19 +92,31 @@ def compile_for(
         mesh: see `pod`.
     """
     if mesh is None:
-        mesh = _mesh(TARGETS[target].topology, {"_": 1})
+        mesh = _mesh(TARGETS[target].topology, {"_": 1}, AxisType.Auto)
         everywhere = NamedSharding(mesh, P())
         args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), args
         )
     # Lowering a kernel for a TPU on a host without one needs a TPU mesh in context.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _never_stored():
         traced = jax.jit(fn, donate_argnums=donate_argnums).trace(*args)
         return traced.lower(lowering_platforms=("tpu",)).compile()
 
 
-def _mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
+@contextlib.contextmanager
+def _never_stored() -> Iterator[None]:
+    """Keep programs out of JAX's cache on disk: what is read from there has no text."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _mesh(topology: str, axes: Mapping[str, int], axis_type: AxisType) -> Mesh:
     devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
     sizes = tuple(axes.values())
     devices = np.array(devices[: math.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(sizes))

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from benchmarks.tpu_compiler import compile_for, pod
 
 from .cases import (
     OP_IDS,
@@ -162,12 +163,7 @@ def test_bfloat16(op):
 @every_op
 def test_only_maps_move(op):
     """For 2 x 4 v5e chips: one collective forward and one backward, of M and E a head."""
-    topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
-    mesh = jax.sharding.Mesh(
-        np.array(topology.devices).reshape(4, 2),
-        ("sequence", "tensor"),
-        axis_types=(AxisType.Explicit,) * 2,
-    )
+    mesh = pod("v5e", "2x4", {"sequence": 4, "tensor": 2}, AxisType.Explicit)
     sharding = NamedSharding(mesh, P(None, "sequence", "tensor"))
     tokens = [
         jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=sharding)
@@ -178,9 +174,7 @@ def test_only_maps_move(op):
         o, vjp = jax.vjp(lambda *tokens: op.chunk(*tokens)[0], *tokens)
         return o, vjp(do)
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(both).trace(tokens[2], *tokens)
-        program = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    program = compile_for("v5e", both, tokens[2], *tokens, mesh=mesh).as_text()
     assert "tpu_custom_call" in program
     moved = re.findall(rf" (\w+\[[\d,]*\])\S* ({COLLECTIVES[3:-3]})\(.*channel_id=(\d+)", program)
     transition = 1024 if op is SIMPLE_GLA else 64 * 64  # a number, padded to a tile

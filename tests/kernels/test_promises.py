@@ -341,7 +341,7 @@ def test_a_row_does_not_depend_on_the_others(op, implementation):
 # --- types ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wide", [("q", "k", "v"), ("g", "beta"), ("k",)])
+@pytest.mark.parametrize("wide", [("q", "k", "v"), ("k",)])
 @every_implementation
 def test_mixed_types_keep_their_gradients_types(op, implementation, wide):
     inputs = random_inputs(op, length=70)
@@ -398,16 +398,14 @@ def test_vmap(op, implementation):
 
 
 @every_implementation
-def test_checkpoint_saves_what_the_policy_names(op, implementation):
+def test_residuals_have_names_and_are_made_again(op, implementation):
     inputs = random_inputs(op, length=150)
     loss, arrays = simple_loss(op, implementation, inputs)
-    everything = jax.checkpoint_policies.everything_saveable
-    nothing = jax.checkpoint_policies.nothing_saveable
     expected = reference(op, inputs)
-    for policy in (everything, nothing):
-        gradients = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(arrays)
-        for name, gradient in gradients.items():
-            assert relative_error(np.asarray(gradient), expected[f"d{name}"]) < 1e-5
+    nothing = jax.checkpoint_policies.nothing_saveable
+    gradients = jax.jit(jax.grad(jax.checkpoint(loss, policy=nothing)))(arrays)
+    for name, gradient in gradients.items():
+        assert relative_error(np.asarray(gradient), expected[f"d{name}"]) < 1e-5
     names = {
         equation.params["name"]
         for equation in jax.make_jaxpr(jax.grad(loss))(arrays).jaxpr.eqns

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.tpu_compiler import TARGETS
+from benchmarks.tpu_compiler import compile_for, pod
 
 from .cases import OP_IDS, OP_IMPLEMENTATIONS, OPS, random_inputs, reference, relative_error
 
@@ -21,7 +20,6 @@ MESHES = {
     "heads": ({"tensor": 2}, P(None, None, "tensor")),
     "rows and heads": ({"data": 2, "fsdp": 2, "tensor": 2}, P(("data", "fsdp"), None, "tensor")),
 }
-every_mesh = pytest.mark.parametrize(("sizes", "partition"), MESHES.values(), ids=MESHES)
 every_implementation = pytest.mark.parametrize(
     ("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS
 )
@@ -85,10 +83,16 @@ def run_sharded(op, implementation, inputs, sizes, partition, axis_type, **optio
     return {name: np.asarray(x) for name, x in outputs.items()}, compiled.as_text()
 
 
+# What is split is the program around an implementation; the kernels take long to compile.
 @every_axis_type
-@every_mesh
-@every_implementation
-def test_sharded_equals_unsharded(op, implementation, sizes, partition, axis_type):
+@pytest.mark.parametrize(
+    ("op", "implementation", "mesh"),
+    [(*case, "rows and heads") for case in OP_IMPLEMENTATIONS]
+    + [(op, "xla", "heads") for op in OPS],
+    ids=[f"{case}-rows and heads" for case in OP_IDS] + [f"{op.name}-xla-heads" for op in OPS],
+)
+def test_sharded_equals_unsharded(op, implementation, mesh, axis_type):
+    sizes, partition = MESHES[mesh]
     inputs = random_inputs(
         op, batch=4, length=140, heads=2, value_heads=4, key_size=16, value_size=8
     )
@@ -187,8 +191,7 @@ def test_kernels_on_auto_axes_need_a_partition(op):
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_plain_jax_in_place_of_kernels_is_told(op):
-    topology = topologies.get_topology_desc(TARGETS["v5e"].topology, platform="tpu")
-    mesh = jax.sharding.Mesh(np.array(topology.devices), "data", axis_types=(AxisType.Auto,))
+    mesh = pod("v5e", "2x2", {"data": 4})
     tokens = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens_of(op, batch=4)]
     with (
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
@@ -201,11 +204,7 @@ def test_plain_jax_in_place_of_kernels_is_told(op):
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_compiles_for_a_pod_without_collectives(op, axis_type):
     """Forward and backward for 2 x 4 v5e chips, rows over one axis and heads over the other."""
-    topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
-    kinds = (axis_type,) * 2
-    mesh = jax.sharding.Mesh(
-        np.array(topology.devices).reshape(4, 2), ("data", "tensor"), axis_types=kinds
-    )
+    mesh = pod("v5e", "2x4", {"data": 4, "tensor": 2}, axis_type)
     partition = P("data", None, "tensor")
     arrays = tokens_of(op, batch=4, length=300, heads=2, value_heads=4, key_size=128)
     tokens = [
@@ -220,8 +219,6 @@ def test_compiles_for_a_pod_without_collectives(op, axis_type):
 
         return jax.grad(loss, argnums=range(len(tokens)))(*tokens)
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(gradients).trace(*tokens)
-        program = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    program = compile_for("v5e", gradients, *tokens, mesh=mesh).as_text()
     assert "tpu_custom_call" in program
     assert not re.search(COLLECTIVES, program)

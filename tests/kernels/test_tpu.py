@@ -57,13 +57,19 @@ def test_compiles_for_every_shape(op, options):
     compile_case("v5e", small(op, **options))
 
 
-every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+SIZES_AND_TYPES = [(size, dtype) for size in (64, 128, 256) for dtype in ("bfloat16", "float32")]
+EXTREMES = [(64, "bfloat16"), (256, "float32")]
 
 
 @pytest.mark.slow
-@every_dtype
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-@every_target
+@pytest.mark.parametrize(
+    ("target", "head_size", "dtype"),
+    [
+        (target, *case)
+        for target in TARGETS
+        for case in (SIZES_AND_TYPES if target == "v5e" else EXTREMES)
+    ],
+)
 @every_op
 def test_compiles_for_every_head_size_and_type(op, target, head_size, dtype):
     compile_case(target, small(op, value_heads=4, head_size=head_size, dtype=dtype))
@@ -72,18 +78,18 @@ def test_compiles_for_every_head_size_and_type(op, target, head_size, dtype):
 # As many heads as a block ever holds, and grouped, or in as many rows: what takes the most memory.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "heads",
+    ("target", "options"),
     [
-        {"key_heads": 8, "value_heads": 16},
-        {"batch": 32, "key_heads": 1, "value_heads": 1, "documents": 5},
+        ("v4", {"key_heads": 8, "value_heads": 16, "dtype": "float32"}),
+        ("v5e", {"key_heads": 8, "value_heads": 16, "dtype": "float32"}),
+        ("v7x", {"key_heads": 8, "value_heads": 16, "dtype": "float32"}),
+        ("v5e", {"batch": 32, "key_heads": 1, "value_heads": 1, "documents": 5}),
     ],
-    ids=["heads", "rows"],
+    ids=["v4", "v5e", "v7x", "rows"],
 )
-@every_dtype
-@pytest.mark.parametrize("target", ["v4", "v5e", "v7x"])
 @every_op
-def test_the_largest_blocks_compile(op, target, dtype, heads):
-    compile_case(target, Case(op, length=1000, dtype=dtype, **heads))
+def test_the_largest_blocks_compile(op, target, options):
+    compile_case(target, Case(op, length=1000, **options))
 
 
 @every_op
