@@ -49,6 +49,21 @@ class SwiGLU(nnx.Module):
         sharding: ShardingConfig = default_sharding,
         rngs: nnx.Rngs,
     ):
+        """Make the network.
+
+        Args:
+            hidden_size: size of the inputs and outputs.
+            intermediate_size: features between them.
+            dtype: of the computation; None takes the one that x and the parameters promote to.
+            param_dtype: of the parameters.
+            precision: of the matrix products.
+            kernel_init: initializer of the kernels.
+            sharding: layout of the parameters over a mesh.
+            rngs: random keys.
+
+        Raises:
+            ValueError: an argument is wrong, or sizes do not divide over the mesh.
+        """
         hidden_size, intermediate_size = sizes(
             hidden_size=hidden_size, intermediate_size=intermediate_size
         )

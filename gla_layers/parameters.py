@@ -37,6 +37,15 @@ def float32_mask(parameters: Any) -> Any:
 
     Returns:
         The same tree with booleans.
+
+    Example:
+
+    >>> from flax import nnx
+    >>> from gla_layers import GatedDeltaNet, float32_mask
+    >>> layer = GatedDeltaNet(32, num_heads=2, head_dim=8, rngs=nnx.Rngs(0))
+    >>> mask = float32_mask(nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+    >>> mask["q_proj"], mask["A_log"], mask["o_norm"]
+    ({'kernel': False}, True, {'scale': True})
     """
     return _mask(parameters, lambda name: name in FLOAT32)
 

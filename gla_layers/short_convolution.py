@@ -135,7 +135,7 @@ class ShortConvolution(nnx.Module):
                 padding, whose outputs mean nothing.
 
         Returns:
-            The outputs; with a state also the new one: the last inputs of each row's last document.
+            The outputs; with a state also the new one, the last inputs of each row's last document.
 
         Raises:
             ValueError: an argument's shape or dtype is wrong.

@@ -134,6 +134,18 @@ def recurrent_kda(
     """`chunk_kda` one token after another, for a few tokens from a state (decoding).
 
     Takes the same arguments, makes the same promises and computes in float32.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from gla_layers.kernels import recurrent_kda
+    >>> q = k = v = jnp.ones((1, 1, 2, 16))
+    >>> g, beta = jnp.full((1, 1, 2, 16), -0.1), jnp.full((1, 1, 2), 0.5)
+    >>> state = jnp.zeros((1, 2, 16, 16))
+    >>> o, state = recurrent_kda(
+    ...     q, k, v, g, beta, initial_state=state, output_final_state=True)
+    >>> o.shape, state.shape
+    ((1, 1, 2, 16), (1, 2, 16, 16))
     """
     return _recurrent(_tokens(q, k, v, g, beta), **options)
 

@@ -138,6 +138,18 @@ def recurrent_simple_gla(
     """`chunk_simple_gla` one token after another, for a few tokens from a state (decoding).
 
     Takes the same arguments, makes the same promises and computes in float32.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from gla_layers.kernels import recurrent_simple_gla
+    >>> q = k = v = jnp.ones((1, 1, 2, 16))
+    >>> g = jnp.full((1, 1, 2), -0.1)
+    >>> state = jnp.zeros((1, 2, 16, 16))
+    >>> o, state = recurrent_simple_gla(
+    ...     q, k, v, g, initial_state=state, output_final_state=True)
+    >>> o.shape, state.shape
+    ((1, 1, 2, 16), (1, 2, 16, 16))
     """
     return _recurrent(_tokens(q, k, v, g, g_gamma), **options)
 

@@ -59,6 +59,16 @@ def test_pictures_are_those_of_the_script(tmp_path):
     assert drawn == committed
 
 
+def test_files_that_pages_name_exist():
+    folders = "benchmarks|docs|examples|gla_layers|kernels|tests"
+    named = {
+        path for text in PAGES.values() for path in re.findall(rf"`((?:{folders})/[^`]*)`", text)
+    }
+    # The files of the recurrence that "Add a recurrence" adds.
+    added = {"gla_layers/gla.py", "kernels/gla.py", "kernels/xla/gla.py"}
+    assert {path for path in named if not (ROOT / path).exists()} == added
+
+
 CHECKED = {"guides/finetune.md", "guides/remat.md"}
 """Pages whose code tests of their own run."""
 
