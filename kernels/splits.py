@@ -20,7 +20,8 @@ stretches for one head, 4 for two and four:
 A v5p chip's two cores share the blocks of stretches, which no count shows, where one head leaves
 one of them idle. Forward and backward take, with one head on a v6e, 2.50 and 2.25 by the gated
 delta rule, 2.69 and 3.00 by KDA: a call that is differentiated is not cut. What a stretch does to
-the state costs SimpleGLA another run, which takes it longer than a whole row.
+the state costs SimpleGLA another run, which takes it longer than a whole row. Nor is a row that
+would have to be filled up: with 130972 tokens the gated delta rule takes 1.15 whole and 2.13 cut.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ def splits_that_pay(
     if batch * heads > implementation.split_chains(k.shape[3], value_size):
         return 1
     count = SPLITS // (batch * heads)
-    if length < count * SHORTEST_SPLIT:
+    if length < count * SHORTEST_SPLIT or length % (count * CHUNK):
         return 1
     logger.debug("rows of %d tokens are cut into %d stretches", length, count)
     return count

@@ -151,7 +151,9 @@ def test_a_prefix_does_not_depend_on_what_follows(op):
     ("batch", "length", "heads", "chains", "count"),
     [
         (1, 8 * SHORTEST_SPLIT, 1, 1, 8),
-        (1, 8 * SHORTEST_SPLIT - 1, 1, 1, 1),
+        (1, 8 * SHORTEST_SPLIT - 1024, 1, 1, 1),
+        (1, 8 * SHORTEST_SPLIT + 1024, 1, 1, 8),
+        (1, 8 * SHORTEST_SPLIT + 1023, 1, 1, 1),
         (1, 4 * SHORTEST_SPLIT, 2, 2, 4),
         (2, 4 * SHORTEST_SPLIT, 1, 2, 4),
         (1, 8 * SHORTEST_SPLIT, 2, 1, 1),
