@@ -1,9 +1,13 @@
 """The site's configuration: `python -m uv run python -m sphinx -W docs build/docs` makes it."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
 
 project = "gla-layers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -37,23 +41,26 @@ python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 
 
-def setup(app):
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
     app.add_html_math_renderer("mathml", (_mathml(False), None), (_mathml(True), None))
     # Before napoleon, which reads what this leaves.
     app.connect("autodoc-process-docstring", _mark_literal_blocks, priority=400)
 
 
-def _mathml(as_block):
+def _mathml(as_block: bool) -> Callable[[HTML5Translator, nodes.Node], None]:
     """MathML, which browsers draw without a script from elsewhere."""
 
-    def visit(translator, node):
+    def visit(translator: HTML5Translator, node: nodes.Node) -> None:
         translator.body.append(tex2mathml(node.astext(), as_block=as_block))
         raise nodes.SkipNode
 
     return visit
 
 
-def _mark_literal_blocks(app, what, name, obj, options, lines):
+def _mark_literal_blocks(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     """Give the colon before an indented block of a docstring the second one that Sphinx wants."""
     text = re.sub(r"(?m)^( *)(\S.*):\n\n(?=\1 +\S)", r"\1\2::\n\n", "\n".join(lines))
     lines[:] = text.split("\n")
