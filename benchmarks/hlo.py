@@ -77,6 +77,12 @@ class Program:
         for called in re.findall(r"\bfusion\(.*calls=%([\w.\-]+)", operation.rest):
             yield from self._lines(called, operation.times)
 
+    def multiplies_matrices(self, operation: Operation) -> bool:
+        """Whether an operation is a product of matrices, alone or fused with others."""
+        # What a TPU's compiler makes of every `dot`.
+        product = r"\bconvolution\("
+        return any(re.search(product, x.rest) for x in (operation, *self.fused(operation)))
+
     def shapes(self, computation: str) -> dict[str, str]:
         """The shape of every result in a computation, by name."""
         pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) "

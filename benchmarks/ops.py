@@ -7,53 +7,48 @@ Counted in Mcycles, forward and forward + backward; `static_cost` says what that
 """
 
 import argparse
-import json
-from importlib.metadata import version
 
 from .op_cases import CASES
+from .results import make_row, save
 from .static_cost import static_cost
 from .tpu_compiler import TARGETS
 
 
+def measure(case: str, implementation: str, target: str) -> dict[str, float]:
+    """Mcycles of a case, and its temporaries in MB."""
+    arguments = CASES[case].arguments()
+    forward = static_cost(target, CASES[case].forward(implementation), arguments)
+    both = static_cost(
+        target, CASES[case].forward_and_backward(implementation), arguments, arguments["v"]
+    )
+    return {
+        "forward": round(forward.cycles / 1e6, 3),
+        "forward + backward": round(both.cycles / 1e6, 3),
+        "temporaries, MB": round(both.temporary_bytes / 1e6, 1),
+    }
+
+
 def main() -> None:
-    """Print a table, and with --json write the figures."""
+    """Print a table, and with --save keep the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--implementations", nargs="+", default=["pallas_tpu", "xla"])
-    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--save", action="store_true", help="in benchmarks/results/ops.json")
     options = parser.parse_args()
-    rows = []
     print("| case | implementation | target | forward | forward + backward | temporaries, MB |")
     print("|---|---|---|---|---|---|")
     for case in options.cases:
         for implementation in options.implementations:
             for target in options.targets:
-                arguments = CASES[case].arguments()
-                forward = static_cost(target, CASES[case].forward(implementation), arguments)
-                both = static_cost(
-                    target,
-                    CASES[case].forward_and_backward(implementation),
-                    arguments,
-                    arguments["v"],
-                )
-                row = {
-                    "case": case,
-                    "implementation": implementation,
-                    "target": target,
-                    "forward_mcycles": round(forward.cycles / 1e6, 3),
-                    "forward_backward_mcycles": round(both.cycles / 1e6, 3),
-                    "temporaries_mb": round(both.temporary_bytes / 1e6, 1),
-                }
-                rows.append(row)
-                print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {"jax": version("jax"), "libtpu": version("libtpu"), "rows": rows}, file, indent=1
-            )
+                of = {"case": case, "implementation": implementation, "target": target}
+                figures = measure(**of)
+                cells = (*of.values(), *figures.values())
+                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+                if options.save:
+                    save("ops", [make_row(of, figures)])
 
 
 if __name__ == "__main__":

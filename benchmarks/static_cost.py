@@ -62,6 +62,7 @@ class StaticCost:
         target: name of the generation.
         kernels: its Pallas kernels.
         xla: cycles of XLA's operations, by name, the largest first.
+        product_cycles: of those that multiply matrices.
         temporary_bytes: HBM for what is neither argument nor result.
         unknown_loops: loops whose trip count the compiler's output does not tell, counted once.
     """
@@ -69,6 +70,7 @@ class StaticCost:
     target: str
     kernels: tuple[Kernel, ...]
     xla: dict[str, float]
+    product_cycles: float
     temporary_bytes: int
     unknown_loops: int
 
@@ -100,17 +102,21 @@ def static_cost(
     program = Program(compiled.as_text())
     schedules = Schedules(program, TARGETS[target], dumped)
     xla: dict[str, float] = {}
+    product_cycles = 0.0
     for operation in program.operations():
         if operation.is_kernel:
             schedules.add(operation)
         elif cycles := operation.times * operation.estimated_cycles(TARGETS[target]):
             xla[operation.name] = xla.get(operation.name, 0) + cycles
+            if program.multiplies_matrices(operation):
+                product_cycles += cycles
     for path in dumped:
         path.unlink()
     return StaticCost(
         target,
         tuple(sorted(schedules.kernels.values(), key=lambda k: -k.cycles * k.calls)),
         dict(sorted(xla.items(), key=lambda item: -item[1])),
+        product_cycles,
         compiled.memory_analysis().temp_size_in_bytes,
         program.unknown_loops + schedules.unknown_loops,
     )

@@ -6,6 +6,10 @@ import sys
 
 import pytest
 
+from benchmarks import results
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux alone")
+
 PROGRAM = """
 import json
 import jax.numpy as jnp
@@ -25,7 +29,6 @@ print(json.dumps([cost(8192), cost(32768)]))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux alone")
 def test_kernels_are_counted_and_grow_with_the_tokens():
     # The compiler writes schedules only if it is told so before it is first used.
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
@@ -37,3 +40,33 @@ def test_kernels_are_counted_and_grow_with_the_tokens():
         assert 3 < long["kernels"][name] / cycles < 4.2
     assert long["xla"] > short["xla"] > 0
     assert long["loops"] == short["loops"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "where"),
+    [
+        ("ops", ["case=SimpleGLA", "implementation=pallas_tpu", "target=v6e"]),
+        ("ops", ["case=GDN", "implementation=pallas_tpu", "target=v5p"]),
+        ("ops", ["case=KDA", "implementation=pallas_tpu", "target=v5p"]),
+        ("layers", ["layer=GatedDeltaNet", "length=8192", "target=v6e"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_no_figure_falls_behind_what_is_kept(table, where):
+    command = [sys.executable, "-m", "benchmarks.results", "--tables", table, "--where", *where]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_what_falls_behind_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    row = results.make_row({"case": "a", "target": "v6e"}, {"forward": 1.0, "backward": 0.01})
+    other = results.make_row({"case": "b", "target": "v6e"}, {"forward": 3.0})
+    results.save("ops", [row, other])
+    results.save("ops", [row | {"figures": {"forward": 2.0, "backward": 0.01}}])
+    kept = results.load("ops")
+    assert [x["figures"]["forward"] for x in kept] == [2.0, 3.0]
+    assert results.grown(kept[0]["figures"], {"forward": 2.1, "backward": 0.02}) == {}
+    worse = results.grown(kept[0]["figures"], {"forward": 2.3, "backward": 0.01})
+    assert worse == {"forward": (2.0, 2.3)}

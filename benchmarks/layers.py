@@ -1,0 +1,144 @@
+"""Static cost of whole layers, beside a layer of softmax attention.
+
+    python -m uv run python -m benchmarks.layers --targets v6e v5e --lengths 8192
+
+One row, hidden size 2048, 16 heads of 128, bfloat16 with float32 parameters; gradients are those of
+the parameters and of x. In Mcycles, forward and forward + backward, of
+
+    projections     products of matrices, by XLA's estimate
+    op              its Pallas kernels, by their schedules
+    rest            all else
+
+and of what the backward pass keeps of the forward pass, beside x and the parameters, in kB a token.
+Attention is JAX's splash attention between the same projections. Its kernels skip the blocks of
+keys that come after the queries, which a schedule does not tell: here only the others are counted.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gla_layers import KDA, GatedDeltaNet, SimpleGLA
+
+from .results import make_row, save
+from .splash_attention import SplashAttention, computed_share
+from .static_cost import static_cost
+from .tpu_compiler import TARGETS
+
+HIDDEN, HEADS, HEAD = 2048, 16, 128
+OP_KERNELS = re.compile("gated_delta_rule|kda|simple_gla|splash")
+
+LAYERS = {
+    "GatedDeltaNet": functools.partial(GatedDeltaNet, num_heads=HEADS, head_dim=HEAD, expand_v=1),
+    "KDA": functools.partial(KDA, num_heads=HEADS, head_dim=HEAD),
+    "SimpleGLA": functools.partial(SimpleGLA, num_heads=HEADS),
+    "attention": functools.partial(SplashAttention, num_heads=HEADS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer over one row.
+
+    Attributes:
+        layer: a name in `LAYERS`.
+        length: tokens.
+        documents: documents of equal length that the row is packed of; 0 for no packing.
+    """
+
+    layer: str
+    length: int
+    documents: int = 0
+
+    def program(self, *, backward: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What to compile, and its arguments without arrays."""
+        make = functools.partial(LAYERS[self.layer], HIDDEN, dtype=jnp.bfloat16)
+        graph, parameters = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+        x = jax.ShapeDtypeStruct((1, self.length, HIDDEN), jnp.bfloat16)
+        ids = jax.ShapeDtypeStruct((1, self.length), jnp.int32) if self.documents else None
+
+        def forward(parameters, x, ids):
+            return nnx.merge(graph, parameters)(x, segment_ids=ids)
+
+        def forward_and_backward(parameters, x, ids, dy):
+            y, vjp = jax.vjp(lambda parameters, x: forward(parameters, x, ids), parameters, x)
+            return y, vjp(dy)
+
+        if backward:
+            return forward_and_backward, (parameters, x, ids, x)
+        return forward, (parameters, x, ids)
+
+    def residual_bytes(self) -> int:
+        """What the backward pass keeps, a token, beside x and what has a parameter's shape."""
+        function, (parameters, x, ids) = self.program(backward=False)
+        kept = jax.eval_shape(
+            lambda parameters, x, ids: jax.vjp(
+                lambda parameters, x: function(parameters, x, ids), parameters, x
+            )[1],
+            parameters,
+            x,
+            ids,
+        )
+        known = {array.shape for array in jax.tree.leaves((parameters, x))}
+        arrays = [array for array in jax.tree.leaves(kept) if array.shape not in known]
+        return sum(array.size * array.dtype.itemsize for array in arrays) // self.length
+
+
+def measure(layer: str, length: int, documents: int, target: str) -> dict[str, float]:
+    """Mcycles of a layer by what costs them, temporaries in MB, and what is kept in kB a token."""
+    case = Case(layer, length, documents)
+    figures = {}
+    for direction, backward in {"forward": False, "forward + backward": True}.items():
+        function, arguments = case.program(backward=backward)
+        cost = static_cost(target, function, *arguments)
+        share = computed_share(length) if layer == "attention" else 1
+        op = sum(k.cycles * k.calls for k in cost.kernels if OP_KERNELS.search(k.name))
+        parts = {
+            "projections": cost.product_cycles,
+            "op": op * share,
+            "rest": cost.cycles - op - cost.product_cycles,
+        }
+        parts["all"] = sum(parts.values())
+        for part, cycles in parts.items():
+            figures[f"{direction}, {part}"] = round(cycles / 1e6, 2)
+    figures["temporaries, MB"] = round(cost.temporary_bytes / 1e6)
+    figures["kept, kB a token"] = round(case.residual_bytes() / 1e3, 1)
+    return figures
+
+
+def main() -> None:
+    """Print a table, and with --save keep the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--documents", type=int, default=0, help="in a row; 0 for no packing")
+    parser.add_argument("--save", action="store_true", help="in benchmarks/results/layers.json")
+    options = parser.parse_args()
+    parts = ("projections", "op", "rest", "all")
+    head = ("layer", "tokens", "target", *parts, *parts, "temporaries, MB", "kept, kB a token")
+    print("| " + " | ".join(head) + " |")
+    print("|---" * len(head) + "|")
+    for layer in options.layers:
+        for length in options.lengths:
+            for target in options.targets:
+                of = {"layer": layer, "length": length, "documents": options.documents}
+                of["target"] = target
+                figures = measure(**of)
+                cells = (layer, length, target, *figures.values())
+                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+                if options.save:
+                    save("layers", [make_row(of, figures)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A layer of causal softmax attention on JAX's kernels for TPUs, to compare ours with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+BLOCK = 512
+
+
+class SplashAttention(nnx.Module):
+    """Projections around splash attention, without positions."""
+
+    def __init__(self, hidden_size: int, *, num_heads: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.num_heads = num_heads
+        linear = functools.partial(
+            nnx.Linear, hidden_size, hidden_size, use_bias=False, dtype=dtype, rngs=rngs
+        )
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (linear() for _ in range(4))
+
+    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
+        """Mix tokens `[B, T, hidden_size]`; T is a multiple of 512."""
+        q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        mask = masks.MultiHeadMask([masks.CausalMask((x.shape[1],) * 2)] * self.num_heads)
+        sizes = splash.BlockSizes(
+            block_q=BLOCK,
+            block_kv=BLOCK,
+            block_q_dkv=BLOCK,
+            block_kv_dkv=BLOCK,
+            use_fused_bwd_kernel=True,
+        )
+        attend = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+        ids = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
+        o = jax.vmap(attend)(q * q.shape[-1] ** -0.5, k, v, ids)
+        return self.o_proj(o.swapaxes(1, 2).reshape(x.shape))
+
+    def _heads(self, x):
+        return x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
+
+
+def computed_share(length: int) -> float:
+    """The share of all blocks of a causal mask that the kernels do not skip."""
+    blocks = length // BLOCK
+    return (blocks + 1) / (2 * blocks)
