@@ -21,15 +21,14 @@ every_implementation = pytest.mark.parametrize(
     ("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS
 )
 
-# Lengths of documents, and of padding as negative numbers.
+# Lengths of documents, and of padding as negative numbers: 300 tokens each, for one program.
 LAYOUTS = {
-    "boundary inside a chunk": [63, 65],
-    "one-token documents": [1, 1, 62, 1, 64, 1],
+    "boundary inside a chunk": [63, 65, 172],
+    "one-token documents": [1, 1, 62, 1, 64, 1, 170],
     "a document over several chunks": [40, 200, 60],
-    "padding at both ends and between": [-3, 60, -70, 90, 1, -20],
+    "padding at both ends and between": [-3, 60, -70, 90, 1, -76],
     "padding alone between chunk ends": [128, -128, 44],
 }
-
 
 PER_TOKEN = ("o", "dq", "dk", "dv", "dg", "dbeta")
 
@@ -93,8 +92,8 @@ def expand(mask, x):
 
 @pytest.mark.parametrize(
     "lengths",
-    [[63, 65], [0, 50, 0, 0, 128, 1, 20, 0], [130, 7, 260]],
-    ids=["two", "empty ones", "long ones"],
+    [[0, 50, 0, 0, 128, 1, 218, 0], [63, 65, 130, 7, 2, 100, 29, 1]],
+    ids=["empty ones", "full ones"],
 )
 @every_implementation
 def test_one_state_a_document(op, implementation, lengths):
