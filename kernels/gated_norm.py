@@ -46,8 +46,9 @@ def gated_rms_norm(
         activation: elementwise, computed in float32.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend; also called "reference") or None, the best for the platform that the program is
-            lowered for. Heads that neither fill registers of 128 channels nor evenly share them, x
-            of more than three axes, and float64 are computed in plain JAX whatever it is.
+            lowered for. Heads that neither fill registers of 128 channels nor evenly share them,
+            heads of more than 512, x of more than three axes, and float64 are computed in plain JAX
+            whatever it is.
         partition: how `[B, T, heads]` are split over the mesh in context, for x of three axes.
             Needed where the mesh has Auto axes; with Explicit ones x's type tells it.
 

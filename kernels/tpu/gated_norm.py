@@ -26,12 +26,14 @@ from .call import pallas_call
 from .dots import dot
 from .token_blocks import TokenBlocks
 
+LARGEST_HEAD = 512
+
 
 def has_kernel(x: Float[Array, "*batch H*D"], scale: Float[Array, " D"]) -> bool:
     """Whether heads fill registers or evenly share them, and x needs no reshaping or float64."""
     size = scale.shape[0]
     whole = x.shape[-1] % LANES == 0 and (size % LANES == 0 or LANES % size == 0)
-    return whole and x.ndim <= 3 and x.size > 0 and x.dtype != jnp.float64
+    return whole and size <= LARGEST_HEAD and x.ndim <= 3 and x.size > 0 and x.dtype != jnp.float64
 
 
 def forward(
@@ -47,12 +49,14 @@ def forward(
     blocks = TokenBlocks.of(tokens, group=max(size, LANES))
 
     def body(x, gate, scale, y):
-        for lanes in blocks.groups():
-            n, _ = _normalize(x[:, lanes], size, epsilon)
-            result = scale[...] * n
-            if gate is not None:
-                result *= activation(gate[:, lanes].astype(jnp.float32))
-            y[:, lanes] = result.astype(y.dtype)
+        @blocks.each_strip
+        def _(strip):
+            for lanes in blocks.groups():
+                n, _ = _normalize(x[strip, lanes], size, epsilon)
+                result = scale[...] * n
+                if gate is not None:
+                    result *= activation(gate[strip, lanes].astype(jnp.float32))
+                y[strip, lanes] = result.astype(y.dtype)
 
     y = pallas_call(
         body,
@@ -91,18 +95,22 @@ def backward(
         def _():
             dscale[...] = jnp.zeros_like(dscale)
 
-        for lanes in blocks.groups():
-            n, r = _normalize(blocks.clear(step, x[:, lanes]), size, epsilon)
-            dn = blocks.clear(step, dy[:, lanes]).astype(jnp.float32)
-            if gate is not None:
-                at = blocks.clear(step, gate[:, lanes]).astype(jnp.float32)
-                a, vjp = jax.vjp(activation, at)
-                (da,) = vjp(scale[...] * n * dn)
-                dgate[:, lanes] = da.astype(dgate.dtype)
-                dn *= a
-            dscale[:, lanes] += jnp.sum(n * dn, axis=0, keepdims=True)
-            dn *= scale[...]
-            dx[:, lanes] = (r * (dn - n * _mean(n * dn, size))).astype(dx.dtype)
+        @blocks.each_strip
+        def _(strip):
+            def read(ref, lanes):
+                return blocks.clear(step, strip, ref[strip, lanes]).astype(jnp.float32)
+
+            for lanes in blocks.groups():
+                n, r = _normalize(read(x, lanes), size, epsilon)
+                dn = read(dy, lanes)
+                if gate is not None:
+                    a, vjp = jax.vjp(activation, read(gate, lanes))
+                    (da,) = vjp(scale[...] * n * dn)
+                    dgate[strip, lanes] = da.astype(dgate.dtype)
+                    dn *= a
+                dscale[:, lanes] += jnp.sum(n * dn, axis=0, keepdims=True)
+                dn *= scale[...]
+                dx[strip, lanes] = (r * (dn - n * _mean(n * dn, size))).astype(dx.dtype)
 
     dx, dgate, dscale = pallas_call(
         body,

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from ..numerics import storage_dtype
 from .blocks import LANES, SUBLANES
 from .call import pallas_call
-from .token_blocks import HALO, TokenBlocks
+from .token_blocks import HALO, STRIP, TokenBlocks
 
 
 def has_kernel(x: Float[Array, "B T D"], kernel: Float[Array, "W D"]) -> bool:
@@ -49,29 +49,26 @@ def forward(
     blocks = TokenBlocks.of(x, y)
     width = kernel.shape[0]
 
-    def body(x, halo, history, kernel, bias, visible, y):
-        seen = None if visible is None else _on_sublanes(visible)
-        before = jnp.where(pl.program_id(2) == 0, history[...], halo[...])
-        for lanes in blocks.groups():
-            taps = _taps(before[:, lanes], x[:, lanes], seen, width)
-            z = _weighted(taps, kernel[:, lanes])
-            if bias is not None:
-                z += bias[:, lanes]
-            y[:, lanes] = activation(z).astype(y.dtype)
+    def body(x, halo, history, kernel, bias, visible, y, rows):
+        time = pl.program_id(2)
+        edge = jnp.where(time == 0, history[...], halo[...])
+
+        @blocks.each_strip
+        def _(strip):
+            seen = _seen(visible, strip)
+            for group, lanes in enumerate(blocks.groups()):
+                before = _before(blocks, time, x, edge, strip, lanes)
+                taps = _taps(rows.at[group], before, x[strip, lanes], seen, width)
+                z = _weighted(taps, kernel[:, lanes], bias, lanes)
+                y[strip, lanes] = activation(z).astype(y.dtype)
 
     return pallas_call(
         body,
         grid=blocks.grid,
-        in_specs=[
-            blocks.tokens(),
-            blocks.halo(),
-            blocks.per_row(HALO),
-            blocks.shared(width),
-            None if bias is None else blocks.shared(1),
-            None if visible is None else blocks.numbers(),
-        ],
+        in_specs=_specs(blocks, width, bias, visible),
         out_specs=blocks.tokens(),
         out_shape=y.update(dtype=storage_dtype(y)),
+        scratch_shapes=[blocks.strips(SUBLANES)],
         compiler_params=blocks.compiler_params,
         name="short_convolution_forward",
     )(*_operands(x, kernel, bias, history, visible)).astype(dtype)
@@ -90,61 +87,88 @@ def backward(
     blocks = TokenBlocks.of(x, dy, reverse=True)
     width = kernel.shape[0]
 
-    def body(x, halo, history, kernel, bias, visible, dy, dx, dhistory, sums, later):
+    def body(
+        x,
+        halo,
+        history,
+        kernel,
+        bias,
+        visible,
+        dy,
+        dx,
+        dhistory,
+        sums,
+        later,
+        rows,
+        p_rows,
+        seen_rows,
+    ):
         step = pl.program_id(2)
         time = blocks.time(step)
-        seen = None if visible is None else _on_sublanes(visible)
-        before = jnp.where(time == 0, history[...], halo[...])
+        edge = jnp.where(time == 0, history[...], halo[...])
 
         @pl.when(step == 0)
         def _():
             later[...] = jnp.zeros_like(later)
             sums[...] = jnp.zeros_like(sums)
 
-        for lanes in blocks.groups():
-            weights = kernel[:, lanes]
-            taps = _taps(before[:, lanes], blocks.clear(time, x[:, lanes]), seen, width)
-            z = _weighted(taps, weights)
-            if bias is not None:
-                z += bias[:, lanes]
-            _, vjp = jax.vjp(activation, z)
-            (p,) = vjp(blocks.clear(time, dy[:, lanes]).astype(jnp.float32))
-            products = [p * tap for tap in reversed(taps)] + [p]
-            sums[:, lanes] += jnp.concatenate(
-                [jnp.sum(x, axis=0, keepdims=True) for x in products], axis=0
-            )
-            dtaps = _dtaps(p, seen, width)
-            given = _weighted(dtaps, weights)
-            end = given[-SUBLANES:] + later[:, lanes]
-            dx[:, lanes] = jnp.concatenate([given[SUBLANES:-SUBLANES], end]).astype(dx.dtype)
-            later[:, lanes] = given[:SUBLANES]
-            dhistory[:, lanes] = given[:SUBLANES]
+        @blocks.each_strip
+        def _(strip):
+            seen = _seen(visible, strip)
+            seen_later = _shifted(seen_rows, seen, width)
+            for group, lanes in enumerate(blocks.groups()):
+                weights = kernel[:, lanes]
+                before = _before(blocks, time, x, edge, strip, lanes)
+                tokens = blocks.clear(time, strip, x[strip, lanes])
+                taps = _taps(rows.at[group], before, tokens, seen, width)
+                z = _weighted(taps, weights, bias, lanes)
+                _, vjp = jax.vjp(activation, z)
+                (p,) = vjp(blocks.clear(time, strip, dy[strip, lanes]).astype(jnp.float32))
+                products = [p * tap for tap in reversed(taps)] + [p]
+                sums[:, lanes] += jnp.concatenate(
+                    [jnp.sum(x, axis=0, keepdims=True) for x in products]
+                )
+                later_p = _shifted(p_rows.at[group], p, width)
+                given = _weighted(map(_where_seen, seen_later, range(width), later_p), weights)
+                end = given[-SUBLANES:] + later[:, lanes]
+                given, later[:, lanes] = given[SUBLANES:-SUBLANES], given[:SUBLANES]
+                dx[strip, lanes] = jnp.concatenate([given, end]).astype(dx.dtype)
+
+        dhistory[...] = later[...]
 
     channels = x.shape[2]
     dx, dhistory, sums = pallas_call(
         body,
         grid=blocks.grid,
-        in_specs=[
-            blocks.tokens(),
-            blocks.halo(),
-            blocks.per_row(HALO),
-            blocks.shared(width),
-            None if bias is None else blocks.shared(1),
-            None if visible is None else blocks.numbers(),
-            blocks.tokens(),
-        ],
+        in_specs=[*_specs(blocks, width, bias, visible), blocks.tokens()],
         out_specs=[blocks.tokens(), blocks.per_row(SUBLANES), blocks.per_row(width + 1)],
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, storage_dtype(x)),
             jax.ShapeDtypeStruct((x.shape[0], SUBLANES, channels), jnp.float32),
             jax.ShapeDtypeStruct((x.shape[0], width + 1, channels), jnp.float32),
         ],
-        scratch_shapes=[pltpu.VMEM((SUBLANES, blocks.lanes), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM((SUBLANES, blocks.lanes), jnp.float32),
+            blocks.strips(SUBLANES),
+            blocks.strips(2 * SUBLANES),
+            pltpu.VMEM((STRIP + 2 * SUBLANES, LANES), jnp.int32),
+        ],
         compiler_params=blocks.compiler_params,
         name="short_convolution_backward",
     )(*_operands(x, kernel, bias, history, visible), dy.astype(storage_dtype(dy)))
     sums = jnp.sum(sums, axis=0)
     return dx.astype(x.dtype), sums[:-1], sums[-1], dhistory[:, SUBLANES - (width - 1) :]
+
+
+def _specs(blocks, width, bias, visible):
+    return [
+        blocks.tokens(),
+        blocks.halo(),
+        blocks.per_row(HALO),
+        blocks.shared(width),
+        None if bias is None else blocks.shared(1),
+        None if visible is None else blocks.numbers(),
+    ]
 
 
 def _operands(x, kernel, bias, history, visible):
@@ -163,30 +187,48 @@ def _operands(x, kernel, bias, history, visible):
     )
 
 
-def _on_sublanes(visible):
-    return jnp.broadcast_to(visible[...], (LANES, visible.shape[1])).T
+def _seen(visible, strip):
+    """How many tokens each token of a strip sees, along the sublanes, in every lane."""
+    if visible is None:
+        return None
+    return jnp.broadcast_to(visible[:, strip], (LANES, strip.size)).T
 
 
-def _taps(before, x, seen, width):
+def _before(blocks, time, x, edge, strip, lanes):
+    """The tokens before a strip: of the block, or before it."""
+    end = pl.ds(pl.multiple_of(jnp.maximum(strip.start - HALO, 0), HALO), HALO)
+    inside = blocks.clear(time, end, x[end, lanes])
+    return jnp.where(strip.start == 0, edge[:, lanes], inside)
+
+
+def _taps(row, before, x, seen, width):
     """u_s of a block, for every s."""
-    before, x = before[-SUBLANES:].astype(jnp.float32), x.astype(jnp.float32)
-    row = jnp.concatenate([before, x])
+    x = x.astype(jnp.float32)
+    row[:SUBLANES] = before[-SUBLANES:].astype(jnp.float32)
+    row[SUBLANES:] = x
     shifted = [row[SUBLANES - s : row.shape[0] - s] for s in range(1, width)]
     return [x, *(_where_seen(seen, s, u) for s, u in enumerate(shifted, 1))]
 
 
-def _dtaps(p, seen, width):
-    """p_(t+s) for every s, from `SUBLANES` tokens before the block on."""
-    around = jnp.zeros((SUBLANES, p.shape[1]), p.dtype)
-    masked = [p, *(_where_seen(seen, s, p) for s in range(1, width))]
-    rows = [jnp.concatenate([around, p, around]) for p in masked]
-    return [row[s : s + p.shape[0] + SUBLANES] for s, row in enumerate(rows)]
+def _shifted(rows, x, width):
+    """x with zeros around it from s tokens later on, for every s, in its scratch memory.
+
+    Slices of an array rather than of memory would be aligned anew for every group.
+    """
+    if x is None:
+        return [None] * width
+    around = jnp.zeros((SUBLANES, x.shape[1]), x.dtype)
+    rows[:SUBLANES] = around
+    rows[SUBLANES:-SUBLANES] = x
+    rows[-SUBLANES:] = around
+    return [rows[s : s + x.shape[0] + SUBLANES] for s in range(width)]
 
 
 def _where_seen(seen, s, x):
-    return x if seen is None else jnp.where(seen >= s, x, 0)
+    return x if seen is None or s == 0 else jnp.where(seen >= s, x, 0)
 
 
-def _weighted(taps, kernel):
-    width = len(taps)
-    return sum(kernel[width - 1 - s : width - s] * tap for s, tap in enumerate(taps))
+def _weighted(taps, kernel, bias=None, lanes=None):
+    width = kernel.shape[0]
+    z = sum(kernel[width - 1 - s : width - s] * tap for s, tap in enumerate(taps))
+    return z if bias is None else z + bias[:, lanes]

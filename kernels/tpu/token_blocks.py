@@ -6,6 +6,7 @@ undefined, and past the last channel, where nothing is kept of what it computes.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ HALO = 16
 """Tokens of the smallest block of a bfloat16 array."""
 
 MOST_LANES = 2048
+
+STRIP = 128
+"""Tokens that a kernel works on at a time: what it computes of more does not stay in registers."""
 
 BLOCK_BYTES = 1 << 20
 """Of an array of so many lanes: with five such arrays, each twice, a kernel is within the 16 MiB of
@@ -75,12 +79,22 @@ class TokenBlocks:
         """The channels of a block that a kernel works on at a time."""
         return [slice(start, start + self.group) for start in range(0, self.lanes, self.group)]
 
-    def clear(self, time, x):
-        """A block's x with zeros for the tokens past the end."""
+    def each_strip(self, work: Callable[[pl.Slice], None]) -> None:
+        """Call `work` with the tokens of every strip of a block, in the order of the grid."""
+        count = self.rows // STRIP
+
+        def one(i, _):
+            start = (count - 1 - i if self.reverse else i) * STRIP
+            work(pl.ds(pl.multiple_of(start, STRIP), STRIP))
+
+        jax.lax.fori_loop(0, count, one, None)
+
+    def clear(self, time, strip, x):
+        """A strip's x with zeros for the tokens past the end."""
         if self.length % self.rows == 0:
             return x
         row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        return jnp.where(row < self.length - time * self.rows, x, 0)
+        return jnp.where(row < self.length - time * self.rows - strip.start, x, 0)
 
     def tokens(self) -> pl.BlockSpec:
         return pl.BlockSpec((None, self.rows, self.lanes), lambda b, d, t: (b, self.time(t), d))
@@ -105,3 +119,8 @@ class TokenBlocks:
     def shared(self, rows: int) -> pl.BlockSpec:
         """Of an array `[rows, D]`."""
         return pl.BlockSpec((rows, self.lanes), lambda b, d, t: (0, d))
+
+    def strips(self, more: int) -> pltpu.VMEM:
+        """A strip of every group in float32, and `more` tokens."""
+        shape = (self.lanes // self.group, STRIP + more, self.group)
+        return pltpu.VMEM(shape, jnp.float32)
