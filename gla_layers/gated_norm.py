@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .activations import activation as activation_named
+from .activations import implementation_for
 from .configuration import check_options, positive, sizes
 from .inputs import check_dtype
 from .kernels.arguments import check_flags
@@ -109,6 +110,6 @@ class GatedRMSNorm(nnx.Module):
             scale,
             epsilon=self.epsilon,
             activation=self._activation,
-            implementation=self.implementation,
+            implementation=implementation_for(self.activation, self.implementation),
             partition=partition,
         )

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from .activations import activation as activation_named
+from .activations import implementation_for
 from .configuration import check_batch_size, check_options, sizes
 from .inputs import check_inputs, check_state
 from .kernels.arguments import check_flags
@@ -155,7 +156,7 @@ class ShortConvolution(nnx.Module):
             visible=None if packing is None else visible_tokens(packing.document, size + 1),
             activation=self._activation,
             dtype=self.dtype or jnp.result_type(x, self.kernel[...]),
-            implementation=self.implementation,
+            implementation=implementation_for(self.activation, self.implementation),
             partition=partition,
         )
         if state is None:

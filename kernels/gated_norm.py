@@ -43,7 +43,7 @@ def gated_rms_norm(
         gate: as x, or None for a factor of 1.
         scale: `[D]`, the same for every head.
         epsilon: added to the mean square.
-        activation: elementwise, computed in float32.
+        activation: elementwise, computed in float32, of what Pallas lowers for a TPU.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend; also called "reference") or None, the best for the platform that the program is
             lowered for. Heads that neither fill registers of 128 channels nor evenly share them,

@@ -52,7 +52,7 @@ def short_convolution(
         history: the W - 1 inputs before each row, oldest first; None for 0.
         visible: how many tokens before it each token sees, history included; those further back
             act as 0. None is all W - 1.
-        activation: elementwise, computed in float32.
+        activation: elementwise, computed in float32, of what Pallas lowers for a TPU.
         dtype: of the outputs; x's by default.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend; also called "reference") or None, the best for the platform that the program is
