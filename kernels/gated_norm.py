@@ -1,6 +1,7 @@
 """Gated RMS norm: an op on the heads of every token."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from . import arguments
 from .implementation import on_platform
 from .sharding import Placement, implementation_on_mesh
 from .tpu import gated_norm as tpu
+from .tpu.token_blocks import pays
 from .xla import gated_norm as xla
 
 _IMPLEMENTATIONS = {"pallas_tpu": tpu, "xla": xla}
@@ -46,9 +48,9 @@ def gated_rms_norm(
         activation: elementwise, computed in float32, of what Pallas lowers for a TPU.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend; also called "reference") or None, the best for the platform that the program is
-            lowered for. Heads that neither fill registers of 128 channels nor evenly share them,
-            heads of more than 512, x of more than three axes, and float64 are computed in plain JAX
-            whatever it is.
+            lowered for, which for rows of less than 128 tokens is plain JAX. Heads that neither
+            fill registers of 128 channels nor evenly share them, heads of more than 512, x of more
+            than three axes, and float64 are computed in plain JAX whatever it is.
         partition: how `[B, T, heads]` are split over the mesh in context, for x of three axes.
             Needed where the mesh has Auto axes; with Explicit ones x's type tells it.
 
@@ -73,7 +75,8 @@ def gated_rms_norm(
     if x.ndim == 3:
         heads = x.reshape(*x.shape[:2], x.shape[2] // scale.shape[0], scale.shape[0])
         placement = Placement.of({"x": heads}, partition)
-    if implementation == "reference" or not tpu.has_kernel(x, scale):
+    unused = implementation is None and not pays(math.prod(x.shape[-2:-1]))
+    if unused or implementation == "reference" or not tpu.has_kernel(x, scale):
         implementation = "xla"
     options = _Options(
         activation, float(epsilon), implementation_on_mesh(implementation, partition)

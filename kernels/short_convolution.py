@@ -18,6 +18,7 @@ from . import arguments
 from .implementation import on_platform
 from .sharding import Placement, implementation_on_mesh
 from .tpu import short_convolution as tpu
+from .tpu.token_blocks import pays
 from .xla import short_convolution as xla
 
 _IMPLEMENTATIONS = {"pallas_tpu": tpu, "xla": xla}
@@ -56,8 +57,8 @@ def short_convolution(
         dtype: of the outputs; x's by default.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend; also called "reference") or None, the best for the platform that the program is
-            lowered for. Kernels of more than 9 tokens, and float64, are computed in plain JAX
-            whatever it is.
+            lowered for, which for rows of less than 128 tokens is plain JAX. Kernels of more than 9
+            tokens, and float64, are computed in plain JAX whatever it is.
         partition: how `[B, T, D]` are split over the mesh in context. Needed where the mesh has
             Auto axes; with Explicit ones x's type tells it.
 
@@ -79,7 +80,8 @@ def short_convolution(
     arguments.check_implementation(implementation)
     arguments.check_partition(partition)
     placement = Placement.of({"x": x}, partition, parts="features")
-    if implementation == "reference" or not tpu.has_kernel(x, kernel):
+    unused = implementation is None and not pays(x.shape[1])
+    if unused or implementation == "reference" or not tpu.has_kernel(x, kernel):
         implementation = "xla"
     options = _Options(
         activation,

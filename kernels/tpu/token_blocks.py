@@ -22,11 +22,19 @@ HALO = 16
 MOST_LANES = 2048
 
 STRIP = 128
-"""Tokens that a kernel works on at a time: what it computes of more does not stay in registers."""
+"""Tokens that a kernel works on at a time; what it computes of more does not stay in registers.
+
+With 256 the convolution of 8192 tokens of 2048 channels takes a v6e chip 0.067 million cycles
+forward and 0.232 backward rather than 0.062 and 0.211."""
 
 BLOCK_BYTES = 1 << 20
 """Of an array of so many lanes: with five such arrays, each twice, a kernel is within the 16 MiB of
 vector memory that every generation has."""
+
+
+def pays(length: int) -> bool:
+    """Whether rows of so many tokens fill a strip; a kernel computes whole ones."""
+    return length >= STRIP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +64,7 @@ class TokenBlocks:
         batch, length, channels = arrays[0].shape
         lanes = group * max(1, min(pl.cdiv(channels, group), MOST_LANES // group))
         widest = max(x.dtype.itemsize for x in arrays)
-        rows = BLOCK_BYTES // (MOST_LANES * widest)
+        rows = min(BLOCK_BYTES // (MOST_LANES * widest), pl.cdiv(length, STRIP) * STRIP)
         return cls(batch, length, channels, rows, lanes, group, reverse)
 
     @property

@@ -173,3 +173,10 @@ def test_every_activation_compiles(name):
     x = jax.ShapeDtypeStruct((300, 128), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((128,), jnp.float32)
     assert "tpu_custom_call" in compile_for("v5e", gradients, x, scale).as_text()
+
+
+@on_linux
+def test_few_tokens_are_left_to_plain_jax():
+    both = functools.partial(run, implementation=None)
+    program = compile_for("v5e", both, structs((8, 1, 256), 128, "bfloat16")).as_text()
+    assert "tpu_custom_call" not in program

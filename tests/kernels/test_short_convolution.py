@@ -235,3 +235,9 @@ def test_every_activation_compiles(name):
         return vjp(y)
 
     assert "tpu_custom_call" in compile_for("v5e", gradients, x, kernel).as_text()
+
+
+@on_linux
+def test_few_tokens_are_left_to_plain_jax():
+    both = functools.partial(run, implementation=None)
+    assert "tpu_custom_call" not in compile_for("v5e", both, *structs(4, 128, "bfloat16")).as_text()
