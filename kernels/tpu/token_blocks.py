@@ -19,7 +19,8 @@ from .blocks import LANES
 HALO = 16
 """Tokens of the smallest block of a bfloat16 array."""
 
-MOST_LANES = 2048
+MOST_LANES = 1024
+"""Of a block: 2048 channels of one row are then two, for the two cores of a v4 or v5p chip."""
 
 STRIP = 128
 """Tokens that a kernel works on at a time; what it computes of more does not stay in registers.
