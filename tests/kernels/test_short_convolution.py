@@ -113,7 +113,7 @@ def test_without_bias_and_history(implementation):
 
 @every_implementation
 def test_bfloat16_is_computed_in_float32(implementation):
-    # Of the second block of 512 tokens one strip is ragged and the others are beyond the end.
+    # Of the third block of 256 tokens one strip is ragged and the other is beyond the end.
     arrays, document = inputs(1, 600, 24, 4, documents=True)
     arrays |= {name: jnp.asarray(arrays[name], jnp.bfloat16) for name in ("x", "history", "dy")}
     y, dx, *rest = run(arrays, document, implementation)
