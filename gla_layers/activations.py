@@ -38,3 +38,12 @@ def activation(argument: str, name: str) -> Activation:
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"{argument} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]
+
+
+WITHOUT_KERNEL = ("elu", "gelu")
+"""Pallas lowers neither expm1 nor erfc for a TPU."""
+
+
+def implementation_for(name: str, implementation: str | None) -> str | None:
+    """The implementation of an op with the activation called `name`, where it has a kernel."""
+    return "xla" if name in WITHOUT_KERNEL else implementation

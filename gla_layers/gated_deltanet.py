@@ -98,7 +98,8 @@ class GatedDeltaNet(LinearAttention):
             precision: of the matrix products.
             kernel_init: initializer of the projections' kernels.
             sharding: layout of the parameters over a mesh.
-            implementation: of the op; None takes the best for the platform.
+            implementation: of the op, the convolutions and the norm; None takes the best for the
+                platform.
             rngs: random keys.
 
         Raises:
@@ -149,6 +150,7 @@ class GatedDeltaNet(LinearAttention):
             epsilon=norm_eps,
             activation=gate_activation,
             scale_metadata=metadata(sharding.norm),
+            implementation=implementation,
             rngs=rngs,
         )
         self.allow_neg_eigval = allow_neg_eigval

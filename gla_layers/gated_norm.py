@@ -1,28 +1,20 @@
-"""RMSNorm of every head, with an output gate.
-
-    y = scale * x / sqrt(mean(x**2) + epsilon) * activation(gate)        mean over a head
-
-Heads lie side by side on the last axis, as matrix products make and take them. A view of x as
-[..., heads, size] has another layout on a TPU, and what is broadcast along it goes through memory:
-so a head's mean, and its way back to the channels, are products with a matrix of ones and zeros.
-With 16 heads of 128 on a v6e, forward and backward take 0.30 of the cycles of the plain form.
-"""
+"""RMSNorm of every head, with an output gate."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .activations import activation as activation_named
+from .activations import implementation_for
 from .configuration import check_options, positive, sizes
 from .inputs import check_dtype
 from .kernels.arguments import check_flags
-
-HIGHEST = jax.lax.Precision.HIGHEST
+from .kernels.gated_norm import gated_rms_norm
 
 
 class GatedRMSNorm(nnx.Module):
@@ -47,6 +39,7 @@ class GatedRMSNorm(nnx.Module):
         activation: str = "swish",
         param_dtype: jnp.dtype = jnp.float32,
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         """Make the norm.
@@ -58,6 +51,7 @@ class GatedRMSNorm(nnx.Module):
             activation: of the gate, by name.
             param_dtype: of the scale.
             scale_metadata: metadata of the scale.
+            implementation: of the op; None takes the best for the platform.
             rngs: unused, taken as every layer takes it.
 
         Raises:
@@ -67,10 +61,13 @@ class GatedRMSNorm(nnx.Module):
         (num_features,) = sizes(num_features=num_features)
         epsilon = positive("epsilon", epsilon)
         check_flags(use_scale=use_scale)
-        check_options(param_dtype=param_dtype, scale_metadata=scale_metadata)
+        check_options(
+            param_dtype=param_dtype, scale_metadata=scale_metadata, implementation=implementation
+        )
         self.num_features = num_features
         self.epsilon = epsilon
         self.activation = activation
+        self.implementation = implementation
         self._activation = activation_named("activation", activation)
         self.scale = (
             nnx.Param(jnp.ones((num_features,), param_dtype), **scale_metadata)
@@ -82,8 +79,15 @@ class GatedRMSNorm(nnx.Module):
         self,
         x: Float[Array, "*batch heads*D"],
         gate: Float[Array, "*batch heads*D"] | None = None,
+        *,
+        partition: PartitionSpec | None = None,
     ) -> Float[Array, "*batch heads*D"]:
         """Normalise every head, scale, and gate if there is a gate; the result has x's dtype.
+
+        Args:
+            x: heads, side by side on the last axis.
+            gate: as x.
+            partition: how `[B, T, heads]` are split over a mesh with Auto axes.
 
         Raises:
             ValueError: a dtype is wrong, the last axis of x does not hold whole heads, or gate has
@@ -94,19 +98,18 @@ class GatedRMSNorm(nnx.Module):
             check_dtype("gate", gate, jnp.floating)
             if gate.shape != x.shape:
                 raise ValueError(f"gate must have x's shape {x.shape}, got {gate.shape}")
-        heads, rest = divmod(x.shape[-1], self.num_features)
-        if rest:
+        if x.shape[-1] % self.num_features:
             raise ValueError(
                 f"x must hold whole heads of {self.num_features} on its last axis, "
                 f"got shape {x.shape}"
             )
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        head_of = jnp.repeat(jnp.eye(heads, dtype=wide.dtype), self.num_features, axis=0)
-        mean_square = jnp.dot(wide * wide, head_of, precision=HIGHEST) / self.num_features
-        inverse = jax.lax.rsqrt(mean_square + self.epsilon)
-        y = wide * jnp.dot(inverse, head_of.T, precision=HIGHEST)
-        if self.scale is not None:
-            y = y * jnp.tile(self.scale[...], heads)
-        if gate is not None:
-            y = y * self._activation(gate.astype(wide.dtype))
-        return y.astype(x.dtype)
+        scale = jnp.ones((self.num_features,)) if self.scale is None else self.scale[...]
+        return gated_rms_norm(
+            x,
+            gate,
+            scale,
+            epsilon=self.epsilon,
+            activation=self._activation,
+            implementation=implementation_for(self.activation, self.implementation),
+            partition=partition,
+        )

@@ -102,7 +102,8 @@ class KDA(LinearAttention):
             precision: of the matrix products.
             kernel_init: initializer of the projections' kernels.
             sharding: layout of the parameters over a mesh.
-            implementation: of the op; None takes the best for the platform.
+            implementation: of the op, the convolutions and the norm; None takes the best for the
+                platform.
             rngs: random keys.
 
         Raises:
@@ -161,6 +162,7 @@ class KDA(LinearAttention):
             epsilon=norm_eps,
             activation="sigmoid",
             scale_metadata=metadata(sharding.norm),
+            implementation=implementation,
             rngs=rngs,
         )
         self.allow_neg_eigval = allow_neg_eigval

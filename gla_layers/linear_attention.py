@@ -172,7 +172,8 @@ class LinearAttention(nnx.Module):
         (q, k, v), convolution = self._project(x, state, segment_ids)
         o, recurrent = self._mix(x, q, k, v, state, segment_ids)
         gate = None if self.g_proj is None else self.g_proj(x)
-        y = self.o_proj(self.o_norm(o.reshape(*o.shape[:2], o.shape[2] * o.shape[3]), gate))
+        o = o.reshape(*o.shape[:2], o.shape[2] * o.shape[3])
+        y = self.o_proj(self.o_norm(o, gate, partition=self.sharding.tokens))
         if state is None:
             return y
         return y, LinearAttentionState(convolution, recurrent)
@@ -182,8 +183,9 @@ class LinearAttention(nnx.Module):
         if self.conv_size is None:
             return self._split_heads(*map(self._without_convolution, projected)), ()
         histories = (None, None, None) if state is None else state.convolution
+        options = {"segment_ids": segment_ids, "partition": self.sharding.tokens}
         outputs = [
-            conv(p, state=history, segment_ids=segment_ids)
+            conv(p, state=history, **options)
             for conv, p, history in zip(self._convolutions(), projected, histories, strict=True)
         ]
         if state is None:
@@ -279,5 +281,6 @@ class LinearAttention(nnx.Module):
             param_dtype=self.param_dtype,
             kernel_metadata=metadata(self.sharding.convolution_kernel),
             bias_metadata=metadata(self.sharding.features),
+            implementation=self.implementation,
             rngs=rngs,
         )

@@ -93,9 +93,9 @@ class ShardingConfig:
     def sequence(cls) -> Self:
         """As `fsdp_tensor`, and the time axis split over `sequence`, for rows of many tokens.
 
-        The op exchanges states (`gla_layers.kernels.context_parallel`), and the compiler the
-        `conv_size - 1` tokens that a convolution sees of the neighbour. T is to be a multiple of
-        the size of `sequence`.
+        The op exchanges states (`gla_layers.kernels.context_parallel`), and a convolution the
+        `conv_size - 1` tokens that it sees of the neighbour. T is to be a multiple of the size of
+        `sequence`.
         """
         return dataclasses.replace(
             cls.fsdp_tensor(), tokens=P(("data", "fsdp"), "sequence", "tensor")

@@ -98,7 +98,8 @@ class SimpleGLA(LinearAttention):
             precision: of the matrix products.
             kernel_init: initializer of the projections' kernels.
             sharding: layout of the parameters over a mesh.
-            implementation: of the op; None takes the best for the platform.
+            implementation: of the op, the convolutions and the norm; None takes the best for the
+                platform.
             rngs: random keys.
 
         Raises:
@@ -153,6 +154,7 @@ class SimpleGLA(LinearAttention):
             use_scale=elementwise_affine,
             activation=gate_fn,
             scale_metadata=metadata(sharding.norm),
+            implementation=implementation,
             rngs=rngs,
         )
         self.feature_map = feature_map

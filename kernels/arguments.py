@@ -30,7 +30,7 @@ def check_tokens(q: Array, k: Array, v: Array, **per_token: tuple[Array, bool]) 
         ValueError: naming the argument, what came and what is expected.
     """
     for name, x in {"q": q, "k": k, "v": v}.items():
-        _check_float(name, x)
+        check_float(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, T, heads, size], got shape {x.shape}")
         if not 1 <= x.shape[3] <= MAX_HEAD_SIZE:
@@ -50,7 +50,7 @@ def check_tokens(q: Array, k: Array, v: Array, **per_token: tuple[Array, bool]) 
             f"v must have a multiple of q's {key_heads} heads, got {value_heads} heads"
         )
     for name, (x, per_channel) in per_token.items():
-        _check_float(name, x)
+        check_float(name, x)
         expected = (batch, length, value_heads) + ((key_size,) if per_channel else ())
         if x.shape != expected:
             letters = "[B, T, HV, K]" if per_channel else "[B, T, HV]"
@@ -63,7 +63,7 @@ def check_head_decay(g: Array | None, g_gamma: Array | None, value_heads: int) -
         return
     if g is not None:
         raise ValueError("g and g_gamma are both given; pass the decay per token or per head")
-    _check_float("g_gamma", g_gamma)
+    check_float("g_gamma", g_gamma)
     if g_gamma.shape != (value_heads,):
         raise ValueError(f"g_gamma must be [HV] = [{value_heads}], got shape {g_gamma.shape}")
 
@@ -82,11 +82,20 @@ def check_options(
     """
     if scale is not None and not is_finite_number(scale):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    check_implementation(implementation)
     check_flags(qk_l2norm=qk_l2norm, output_final_state=output_final_state)
     if not is_precision(precision):
         raise ValueError(f"precision must be {PRECISIONS}, got {precision!r}")
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Check the name of an implementation.
+
+    Raises:
+        ValueError: showing what came and what is expected.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
 def check_packing(
@@ -169,7 +178,7 @@ def check_initial_state(
     """
     if initial_state is None:
         return
-    _check_float("initial_state", initial_state)
+    check_float("initial_state", initial_state)
     batch, *rest = state_shape
     accepted = [tuple(state_shape)]
     if num_documents is not None:
@@ -223,7 +232,12 @@ def is_concrete(x: Array) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
-def _check_float(name: str, x: Array) -> None:
+def check_float(name: str, x: Array) -> None:
+    """Check that the named argument is an array of a type that the ops take.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
     if not is_float_dtype(getattr(x, "dtype", None)):
         got = getattr(x, "dtype", type(x).__name__)
         raise ValueError(f"{name} must be an array of one of {FLOATS}, got {got}")

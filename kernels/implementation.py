@@ -83,3 +83,21 @@ class Implementation:
         dtokens, dstates = self.backward(options, tokens, *arguments)
         dtokens = tuple(dx.astype(x.dtype) for dx, x in zip(dtokens, tokens, strict=True))
         return dtokens, dstates
+
+
+def on_platform(
+    implementation: str | None, bind: Callable[[str], Callable[..., Any]], *arrays: Any
+) -> Any:
+    """Call the implementation that was asked for, else the one for the target platform.
+
+    The platform is the one that the program is lowered for, which need not be the one that traces
+    it: so it is decided in the program.
+
+    Args:
+        implementation: a name, or None.
+        bind: gives what to call, by name.
+        *arrays: what to call it with.
+    """
+    if implementation is not None:
+        return bind(implementation)(*arrays)
+    return jax.lax.platform_dependent(*arrays, tpu=bind("pallas_tpu"), default=bind("xla"))

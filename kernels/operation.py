@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from . import arguments
 from .context_parallel import Stretches, context_parallel, matrix_map
-from .implementation import Implementation, Options
+from .implementation import Implementation, Options, on_platform
 from .packing import Alignment, Packing, poisoned_unless_rising, zero_padding
-from .sharding import Placement, needs_partition, warn_of_fallback
+from .sharding import Placement, implementation_on_mesh
 from .splits import split_rows, splits_that_pay
 
 Tokens = tuple[Array, ...]
@@ -102,12 +102,12 @@ class Operation:
             if not per_document:
                 state = jnp.float32(0) if initial_state is None else initial_state
                 initial_state = jnp.broadcast_to(_add(state, poison), state_shape)
-        placement = Placement.of(q, k, v, partition)
+        placement = Placement.of({"q": q, "k": k, "v": v}, partition)
         options = Options(
             scale=float(k.shape[-1] ** -0.5 if scale is None else scale),
             qk_l2norm=bool(qk_l2norm),
             precision=None if precision is None else jax.lax.Precision(precision),
-            implementation=_implementation_on_mesh(implementation, partition),
+            implementation=implementation_on_mesh(implementation, partition),
             num_splits=None if num_splits is None else int(num_splits),
             time=() if placement is None else placement.split_time,
         )
@@ -237,11 +237,6 @@ class Operation:
         return dtokens, dstates, None, None
 
     def _dispatch(self, direction, options, *arrays):
-        """Run the implementation that was asked for, else the one for the target platform.
-
-        The platform is the one that the program is lowered for, which need not be the one that
-        traces it: so it is decided in the program.
-        """
         tokens, _, _, chunk_document, *_ = arrays
 
         def bind(name):
@@ -257,9 +252,7 @@ class Operation:
                 implementation = context_parallel(implementation, self.affine_map, stretches)
             return functools.partial(getattr(implementation, direction), options)
 
-        if options.implementation is not None:
-            return bind(options.implementation)(*arrays)
-        return jax.lax.platform_dependent(*arrays, tpu=bind("pallas_tpu"), default=bind("xla"))
+        return on_platform(options.implementation, bind, *arrays)
 
 
 def clamp_decay(g: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -288,20 +281,6 @@ def _num_documents(
             "documents to return a state for; got None"
         )
     return None
-
-
-def _implementation_on_mesh(
-    implementation: str | None, partition: PartitionSpec | None
-) -> str | None:
-    if implementation not in (None, "pallas_tpu") or not needs_partition(partition):
-        return implementation
-    if implementation == "pallas_tpu":
-        raise ValueError(
-            "partition must say how [B, T, heads] are split over a mesh with Auto axes, where "
-            "implementation='pallas_tpu'; got None"
-        )
-    warn_of_fallback()
-    return "xla"
 
 
 def _check_whole_time(name: str, implementation: str | None, num_states: int | None) -> None:

@@ -9,7 +9,7 @@ axis that shards neither, along which all devices do the same, costs an all-redu
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
@@ -38,12 +38,15 @@ class Placement:
     heads: Axes
 
     @classmethod
-    def of(cls, q: Array, k: Array, v: Array, partition: P | None) -> Self | None:
+    def of(
+        cls, arrays: Mapping[str, Array], partition: P | None, *, parts: str = "heads"
+    ) -> Self | None:
         """None where there is nothing to place: no mesh, or one that is the caller's shard_map.
 
         Args:
-            q: `[B, T, H, K]`; k and v likewise.
-            partition: of `[B, T, heads]`; None takes q's own, where its type tells it.
+            arrays: `[B, T, heads, ...]`, by the names of the arguments that they came as.
+            partition: of `[B, T, heads]`; None takes the arrays' own, where their types tell it.
+            parts: what an error calls the third axis.
 
         Raises:
             ValueError: partition needs a mesh, contradicts the arrays' sharding, or does not
@@ -63,7 +66,7 @@ class Placement:
                 )
             return None
         if mesh.explicit_axes:
-            partition = _explicit_partition(q, k, v, partition)
+            partition = _explicit_partition(arrays, partition)
         if partition is None:
             return None
         rows, time, heads = _three_axes(partition)
@@ -73,10 +76,10 @@ class Placement:
                 f"partition must name axes of the mesh, {mesh.axis_names}, got {partition}"
             )
         placement = cls(mesh, rows, time, heads)
-        placement._check_divides("q", "batch rows", q.shape[0], rows)
-        placement._check_divides("q", "tokens", q.shape[1], time)
-        placement._check_divides("q", "heads", q.shape[2], heads)
-        placement._check_divides("v", "heads", v.shape[2], heads)
+        for name, x in arrays.items():
+            placement._check_divides(name, "batch rows", x.shape[0], rows)
+            placement._check_divides(name, "tokens", x.shape[1], time)
+            placement._check_divides(name, parts, x.shape[2], heads)
         return placement
 
     @property
@@ -105,6 +108,20 @@ class Placement:
             P(),
         )
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
+        out = (per_token, per_document if state_per_document else per_row)
+        return self.on_every_device(body, arrays, specs, out)
+
+    def on_every_device(
+        self, body: Callable[..., Any], arrays: tuple[Any, ...], specs: tuple[P, ...], out: Any
+    ) -> Any:
+        """Call `body(*arrays)` with a device's own part of each array.
+
+        Args:
+            body: of arrays, or of pytrees of them.
+            arrays: its arguments.
+            specs: how each argument is split.
+            out: how each result is.
+        """
         if self.mesh.explicit_axes:
             arrays = tuple(
                 jax.tree.map(lambda x, spec=spec: jax.sharding.reshard(x, spec), array)
@@ -114,7 +131,7 @@ class Placement:
             body,
             axis_names=set(self.mesh.axis_names) - set(self.mesh.manual_axes),
             in_specs=specs,
-            out_specs=(per_token, per_document if state_per_document else per_row),
+            out_specs=out,
             check_vma=False,
         )(*arrays)
 
@@ -138,6 +155,23 @@ def needs_partition(partition: P | None) -> bool:
     return math.prod(mesh.shape[axis] for axis in mesh.auto_axes) > 1
 
 
+def implementation_on_mesh(implementation: str | None, partition: P | None) -> str | None:
+    """The implementation to run, where the compiler cannot partition a kernel plain JAX.
+
+    Raises:
+        ValueError: a kernel was asked for there.
+    """
+    if implementation not in (None, "pallas_tpu") or not needs_partition(partition):
+        return implementation
+    if implementation == "pallas_tpu":
+        raise ValueError(
+            "partition must say how [B, T, heads] are split over a mesh with Auto axes, where "
+            "implementation='pallas_tpu'; got None"
+        )
+    warn_of_fallback()
+    return "xla"
+
+
 def warn_of_fallback() -> None:
     """Tell, where the mesh may be of TPUs, that no kernel will run on it."""
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -149,16 +183,17 @@ def warn_of_fallback() -> None:
         )
 
 
-def _explicit_partition(q: Array, k: Array, v: Array, partition: P | None) -> P:
-    specs = {name: jax.typeof(x).sharding.spec for name, x in {"q": q, "k": k, "v": v}.items()}
+def _explicit_partition(arrays: Mapping[str, Array], partition: P | None) -> P:
+    specs = {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
+    first, *_ = specs
     for name, spec in specs.items():
         if len(spec) > 3 and spec[3] is not None:
             raise ValueError(f"{name} must have whole heads on a device, got sharding {spec}")
-        if _three_axes(spec) != _three_axes(specs["q"]):
-            raise ValueError(f"{name} must be sharded as q is, {specs['q']}, got {spec}")
-    if partition is not None and _three_axes(partition) != _three_axes(specs["q"]):
-        raise ValueError(f"partition must be q's sharding {specs['q']}, got {partition}")
-    return specs["q"]
+        if _three_axes(spec) != _three_axes(specs[first]):
+            raise ValueError(f"{name} must be sharded as {first} is, {specs[first]}, got {spec}")
+    if partition is not None and _three_axes(partition) != _three_axes(specs[first]):
+        raise ValueError(f"partition must be {first}'s sharding {specs[first]}, got {partition}")
+    return specs[first]
 
 
 def _three_axes(spec: P) -> tuple[Axes, Axes, Axes]:

@@ -97,6 +97,11 @@ def has_sublane_gather() -> bool:
     return _generation() != 4
 
 
+def cores() -> int:
+    """Cores that the blocks of one program are divided among."""
+    return pltpu.get_tpu_info().num_cores if pltpu.is_tpu_device() else 1
+
+
 def _generation() -> int:
     return pltpu.get_tpu_info().generation if pltpu.is_tpu_device() else 0
 
