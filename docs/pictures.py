@@ -209,6 +209,66 @@ KERNELS = (
         computed=("o = o' + R X",),
         outputs=("o [B, T, HV V]",),
     ),
+    Kernel(
+        "short_convolution_forward",
+        "computed, 128 tokens at a time",
+        inputs=(
+            "x [B, T, D], and the 16 tokens",
+            "before each block of it",
+            "history [B, 16, D]",
+            "kernel [W, D], bias [D] f32",
+            "visible [B, 1, T] int32",
+        ),
+        computed=(
+            "u_s = x, s tokens later, where seen",
+            "z = bias + sum_s kernel[W-1-s] u_s",
+            "y = act(z)",
+        ),
+        outputs=("y [B, T, D]",),
+    ),
+    Kernel(
+        "short_convolution_backward",
+        "computed, from the last token to the first",
+        inputs=(
+            "x [B, T, D], and the 16 tokens",
+            "before each block of it",
+            "history [B, 16, D]",
+            "kernel [W, D], bias [D] f32",
+            "visible [B, 1, T] int32",
+            "dy [B, T, D]",
+        ),
+        scratch=("what later tokens gave, [8, D] f32",),
+        computed=(
+            "z, as forward",
+            "p = act'(z) dy",
+            "dx = sum_s kernel[W-1-s] p, s earlier",
+            "dkernel, dbias: sums of p u_s and p",
+        ),
+        outputs=("dx [B, T, D]", "dhistory [B, 8, D] f32", "dkernel, dbias [B, W+1, D]"),
+    ),
+    Kernel(
+        "gated_norm_forward",
+        "computed, 128 tokens at a time",
+        inputs=("x, gate [B, T, H D]", "scale [D] f32"),
+        computed=(
+            "r = (mean(x^2) + epsilon)^(-1/2)",
+            "y = scale (r x) act(gate)",
+        ),
+        outputs=("y [B, T, H D]",),
+    ),
+    Kernel(
+        "gated_norm_backward",
+        "computed, 128 tokens at a time",
+        inputs=("x, gate, dy [B, T, H D]", "scale [D] f32"),
+        computed=(
+            "r, n = r x, a = act(gate)",
+            "dn = scale a dy",
+            "dx = r (dn - n mean(n dn))",
+            "dgate = act'(gate) scale n dy",
+            "dscale: sum of a n dy",
+        ),
+        outputs=("dx, dgate [B, T, H D]", "dscale [B, 1, H D] f32"),
+    ),
 )
 
 
