@@ -75,20 +75,23 @@ class Case:
             return forward_and_backward, (parameters, x, ids, x)
         return forward, (parameters, x, ids)
 
-    def residual_bytes(self) -> int:
-        """What the backward pass keeps, a token, beside x and what has a parameter's shape."""
+    def residual_bytes(self, policy: Callable[..., bool] | None = None) -> int:
+        """What the backward pass keeps, a token, beside x and what has a parameter's shape.
+
+        Args:
+            policy: of `jax.checkpoint`; None for none.
+        """
         function, (parameters, x, ids) = self.program(backward=False)
-        kept = jax.eval_shape(
-            lambda parameters, x, ids: jax.vjp(
-                lambda parameters, x: function(parameters, x, ids), parameters, x
-            )[1],
-            parameters,
-            x,
-            ids,
-        )
-        known = {array.shape for array in jax.tree.leaves((parameters, x))}
-        arrays = [array for array in jax.tree.leaves(kept) if array.shape not in known]
-        return sum(array.size * array.dtype.itemsize for array in arrays) // self.length
+        if policy is not None:
+            function = jax.checkpoint(function, policy=policy)
+
+        def kept(parameters, x, ids):
+            return jax.vjp(lambda *arrays: function(*arrays, ids), parameters, x)[1]
+
+        shapes = {array.shape for array in jax.tree.leaves(parameters)}
+        arrays = jax.tree.leaves(jax.eval_shape(kept, parameters, x, ids))
+        num_bytes = sum(a.size * a.dtype.itemsize for a in arrays if a.shape not in shapes)
+        return (num_bytes - x.size * x.dtype.itemsize) // self.length
 
 
 def measure(layer: str, length: int, documents: int, target: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .kernels.arguments import is_concrete
-from .kernels.packing import Packing
+from .kernels.packing import Packing, keep
 
 
 def check_inputs(x: Array, hidden_size: int, segment_ids: Array | None) -> None:
@@ -75,7 +75,7 @@ def mask_padding(
     if one_document:
         several = _holds_several(segment_ids)
         x = jnp.where(several[:, None, None], jnp.nan, x)
-    return jnp.where((segment_ids != 0)[..., None], x, 0)
+    return keep(segment_ids != 0, x)
 
 
 def _holds_several(segment_ids: Int[Array, "B T"]) -> Bool[Array, " B"]:

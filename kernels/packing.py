@@ -129,9 +129,27 @@ class Alignment:
 
 def zero_padding(x: Float[Array, "B T *D"], packing: Packing | None) -> Float[Array, "B T *D"]:
     """Zeros for padding tokens, whatever they held."""
-    if packing is None:
-        return x
-    return jnp.where(packing.valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+    return x if packing is None else keep(packing.valid, x)
+
+
+@jax.custom_vjp
+def keep(valid: Bool[Array, "B T"], x: Float[Array, "B T *D"]) -> Float[Array, "B T *D"]:
+    """x for the tokens that are valid, and zeros for the others.
+
+    The backward pass reads `valid`; of `jnp.where` it would read a mask and zeros of x's shape.
+    """
+    return jnp.where(valid.reshape(x.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+
+
+def _keep_forward(valid, x):
+    return keep(valid, x), valid
+
+
+def _keep_backward(valid, dy):
+    return None, keep(valid, dy)
+
+
+keep.defvjp(_keep_forward, _keep_backward)
 
 
 def _gather_tokens(x: Array, index: Int[Array, "B I"], fill: float) -> Array:
