@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from .configuration import check_batch_size, check_options, check_split
 from .inputs import check_inputs, check_state, mask_padding
+from .kernels.packing import Packing
 from .sharding import ShardingConfig, metadata, split_as_x
 from .short_convolution import ShortConvolution
 from .state import LinearAttentionState
@@ -183,9 +184,9 @@ class LinearAttention(nnx.Module):
         if self.conv_size is None:
             return self._split_heads(*map(self._without_convolution, projected)), ()
         histories = (None, None, None) if state is None else state.convolution
-        options = {"segment_ids": segment_ids, "partition": self.sharding.tokens}
+        packing = None if segment_ids is None else Packing.from_segment_ids(segment_ids)
         outputs = [
-            conv(p, state=history, **options)
+            conv.within_documents(p, history, packing, self.sharding.tokens)
             for conv, p, history in zip(self._convolutions(), projected, histories, strict=True)
         ]
         if state is None:

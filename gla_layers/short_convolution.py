@@ -142,9 +142,23 @@ class ShortConvolution(nnx.Module):
         if state is not None:
             check_state(state, jax.eval_shape(lambda: self.init_state(x.shape[0])))
         packing = None if segment_ids is None else Packing.from_segment_ids(segment_ids)
+        return self.within_documents(zero_padding(x, packing), state, packing, partition)
+
+    def within_documents(
+        self,
+        x: Float[Array, "B T D"],
+        state: Float[Array, "B W-1 D"] | None,
+        packing: Packing | None,
+        partition: PartitionSpec | None,
+    ) -> Float[Array, "B T D"] | tuple[Float[Array, "B T D"], Float[Array, "B W-1 D"]]:
+        """`__call__` for padding that holds numbers, which no token of a document sees."""
         size = self.kernel_size - 1
-        x = zero_padding(x, packing)
-        history = None
+        history, visible = None, None
+        if packing is not None:
+            document = packing.document
+            if state is None:
+                document = jnp.where(packing.valid, document, -1)
+            visible = visible_tokens(document, size + 1)
         if state is not None:
             inputs = _with_history(x, state.astype(x.dtype), packing)
             history, x = inputs[:, :size], inputs[:, size:]
@@ -153,7 +167,7 @@ class ShortConvolution(nnx.Module):
             self.kernel[...],
             None if self.bias is None else self.bias[...],
             history=history,
-            visible=None if packing is None else visible_tokens(packing.document, size + 1),
+            visible=visible,
             activation=self._activation,
             dtype=self.dtype or jnp.result_type(x, self.kernel[...]),
             implementation=implementation_for(self.activation, self.implementation),

@@ -126,6 +126,20 @@ def test_no_rows(name, packed):
     assert run(layer, inputs(0, 5), None, ids).shape == y.shape == (0, 5, HIDDEN)
 
 
+def test_no_document_sees_what_projections_make_of_padding():
+    layer = make("gdn")
+    biased = layer._linear(HIDDEN, 8, None, nnx.Rngs(0), use_bias=True)
+    biased.bias[...] += 1
+    layer.q_proj = layer.k_proj = biased
+    x = inputs(1, 12)
+    padded = jnp.pad(x, ((0, 0), (3, 2), (0, 0)))
+    ids = jnp.asarray([[0] * 3 + [1] * 12 + [0] * 2])
+    assert difference(run(layer, padded, segment_ids=ids)[:, 3:15], run(layer, x)) < ROUNDING
+    y, state = run(layer, padded, empty_state(layer, 1), ids)
+    expected = run(layer, x, empty_state(layer, 1))
+    assert difference((y[:, 3:15], state), expected) < ROUNDING
+
+
 @every_mixer
 def test_decoding_goes_on_from_a_padded_prefill(name):
     layer, x = mixer(name), inputs(2, 12)
