@@ -49,7 +49,7 @@ def test_kernels_are_counted_and_grow_with_the_tokens():
         ("ops", ["case=SimpleGLA", "implementation=pallas_tpu", "target=v6e"]),
         ("ops", ["case=GDN", "implementation=pallas_tpu", "target=v5p"]),
         ("ops", ["case=KDA", "implementation=pallas_tpu", "target=v5p"]),
-        ("layers", ["layer=GatedDeltaNet", "length=8192", "documents=25", "target=v6e"]),
+        ("layers", ["layer=SimpleGLA", "length=8192", "documents=25", "target=v6e"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
