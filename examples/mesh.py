@@ -42,7 +42,7 @@ def make_mesh(description: str | None) -> Mesh:
         sizes = {name: int(size) for name, size in pairs}
     except ValueError as error:
         raise ValueError(expected) from error
-    if len(sizes) < len(pairs) or not sizes.keys() <= set(AXES):
+    if len(sizes) < len(pairs) or not sizes.keys() <= set(AXES) or 0 in sizes.values():
         raise ValueError(expected)
     if list(sizes.values()).count(-1) == 1:
         rest = -math.prod(sizes.values())

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from .configuration import check_batch_size, check_options, check_split
 from .inputs import check_inputs, check_state, mask_padding
 from .kernels.packing import Packing
+from .kernels.sharding import splits_time
 from .sharding import ShardingConfig, metadata, split_as_x
 from .short_convolution import ShortConvolution
 from .state import LinearAttentionState
@@ -215,7 +216,7 @@ class LinearAttention(nnx.Module):
             "output_final_state": True,
             "max_num_segments": None if segment_ids is None else 1,
         }
-        if x.shape[1] <= RECURRENT_LENGTH:
+        if x.shape[1] <= RECURRENT_LENGTH and not splits_time(self.sharding.tokens):
             o, recurrent = self._recurrent(*tokens, **options)
         else:
             o, recurrent = self._chunk(*tokens, implementation=self.implementation, **options)

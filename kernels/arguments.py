@@ -227,6 +227,23 @@ def is_float_dtype(x: Any) -> bool:
         return False
 
 
+def check_activation(activation: Any) -> None:
+    """Raise a ValueError if it is no function."""
+    if not callable(activation):
+        raise ValueError(f"activation must be a function, got {activation!r}")
+
+
+def float_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """The dtype that the named argument is, or names.
+
+    Raises:
+        ValueError: it is none that the ops take.
+    """
+    if not is_float_dtype(dtype):
+        raise ValueError(f"{name} must be one of {FLOATS}, got {dtype!r}")
+    return jnp.dtype(dtype)
+
+
 def is_concrete(x: Array) -> bool:
     """Whether x's values are known now, rather than traced."""
     return not isinstance(x, jax.core.Tracer)

@@ -49,10 +49,10 @@ def gated_rms_norm(
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend; also called "reference") or None, the best for the platform that the program is
             lowered for, which for rows of less than 128 tokens is plain JAX. Heads that neither
-            fill registers of 128 channels nor evenly share them, heads of more than 512, x of more
+            fill registers of 128 channels nor evenly share them, heads of more than 512, x of other
             than three axes, and float64 are computed in plain JAX whatever it is.
-        partition: how `[B, T, heads]` are split over the mesh in context, for x of three axes.
-            Needed where the mesh has Auto axes; with Explicit ones x's type tells it.
+        partition: how `[B, T, heads]` are split over the mesh in context, for x of three axes
+            alone. Needed where the mesh has Auto axes; with Explicit ones x's type tells it.
 
     Returns:
         The outputs, in x's shape and dtype.
@@ -71,10 +71,16 @@ def gated_rms_norm(
     _check(x, gate, scale)
     arguments.check_implementation(implementation)
     arguments.check_partition(partition)
+    arguments.check_activation(activation)
+    if not arguments.is_finite_number(epsilon) or epsilon < 0:
+        raise ValueError(f"epsilon must be a finite number of at least 0, got {epsilon!r}")
     placement = None
     if x.ndim == 3:
-        heads = x.reshape(*x.shape[:2], x.shape[2] // scale.shape[0], scale.shape[0])
-        placement = Placement.of({"x": heads}, partition)
+        placement = Placement.of({"x": x}, partition, parts="channels")
+    elif partition is not None:
+        raise ValueError(f"partition is for x of three axes, got shape {x.shape} and {partition}")
+    if placement is not None:
+        placement.check_divides("x", "heads", x.shape[2] // scale.shape[0], placement.heads)
     unused = implementation is None and not pays(math.prod(x.shape[-2:-1]))
     if unused or implementation == "reference" or not tpu.has_kernel(x, scale):
         implementation = "xla"

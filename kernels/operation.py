@@ -115,6 +115,11 @@ class Operation:
         if options.time:
             _check_whole_time("partition", options.implementation, num_states)
         if options.num_splits is not None and options.num_splits > 1:
+            if options.time:
+                raise ValueError(
+                    "num_splits must be None or 1 where partition splits the time axis, "
+                    f"got {num_splits} and axes {options.time}"
+                )
             _check_whole_time("num_splits", options.implementation, num_states)
         run = functools.partial(self._lay_out, options, num_states, output_final_state)
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)

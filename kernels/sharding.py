@@ -70,16 +70,17 @@ class Placement:
         if partition is None:
             return None
         rows, time, heads = _three_axes(partition)
-        unknown = {*_names(rows), *_names(time), *_names(heads)} - set(mesh.axis_names)
-        if unknown:
+        named = [*_names(rows), *_names(time), *_names(heads)]
+        if not set(named) <= set(mesh.axis_names) or len(set(named)) < len(named):
             raise ValueError(
-                f"partition must name axes of the mesh, {mesh.axis_names}, got {partition}"
+                f"partition must name axes of the mesh, {mesh.axis_names}, each once, "
+                f"got {partition}"
             )
         placement = cls(mesh, rows, time, heads)
         for name, x in arrays.items():
-            placement._check_divides(name, "batch rows", x.shape[0], rows)
-            placement._check_divides(name, "tokens", x.shape[1], time)
-            placement._check_divides(name, parts, x.shape[2], heads)
+            placement.check_divides(name, "batch rows", x.shape[0], rows)
+            placement.check_divides(name, "tokens", x.shape[1], time)
+            placement.check_divides(name, parts, x.shape[2], heads)
         return placement
 
     @property
@@ -138,13 +139,22 @@ class Placement:
     def _size(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[axis] for axis in _names(axes))
 
-    def _check_divides(self, name: str, what: str, count: int, axes: Axes) -> None:
+    def check_divides(self, name: str, what: str, count: int, axes: Axes) -> None:
+        """Raise a ValueError if so many cannot be split over the axes evenly."""
         size = self._size(axes)
         if count % size:
             raise ValueError(
                 f"{name} must have a multiple of {size} {what}, the size of the mesh axes "
                 f"{_names(axes)} that they are split over, got {count}"
             )
+
+
+def splits_time(partition: P | None) -> bool:
+    """Whether rows lie on several devices of the mesh in context."""
+    if partition is None:
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape.get(axis, 1) for axis in _names(_three_axes(partition)[1])) > 1
 
 
 def needs_partition(partition: P | None) -> bool:

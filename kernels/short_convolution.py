@@ -5,11 +5,14 @@ takes them as its history.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -77,15 +80,18 @@ def short_convolution(
     [1.0, 2.0, 2.0]
     """
     _check(x, kernel, bias, history, visible)
+    arguments.check_activation(activation)
+    dtype = x.dtype if dtype is None else arguments.float_dtype("dtype", dtype)
     arguments.check_implementation(implementation)
     arguments.check_partition(partition)
     placement = Placement.of({"x": x}, partition, parts="features")
     unused = implementation is None and not pays(x.shape[1])
-    if unused or implementation == "reference" or not tpu.has_kernel(x, kernel):
+    has_kernel = tpu.has_kernel(x, kernel) and dtype != jnp.float64
+    if unused or implementation == "reference" or not has_kernel:
         implementation = "xla"
     options = _Options(
         activation,
-        jnp.dtype(x.dtype if dtype is None else dtype),
+        dtype,
         implementation_on_mesh(implementation, partition),
     )
     arrays = x, kernel, bias, history, visible
@@ -114,18 +120,26 @@ def visible_tokens(document: Int[Array, "B T"], width: int) -> Int[Array, "B T"]
 def _one_stretch(options, time, x, kernel, bias, history, visible):
     """One device's stretch of tokens, with the end of the stretch before as its history."""
     size = kernel.shape[0] - 1
-    if time and size:
-        batch, length, features = x.shape
+    batch, length, features = x.shape
+    if time and size and length:
         first = jnp.zeros((batch, size, features), x.dtype) if history is None else history
         history = first = first.astype(x.dtype)
-        count = jax.lax.axis_size(time)
-        to_next = [(i, i + 1) for i in range(count - 1)]
+        time, stretches = _in_mesh_order(time)
+        to_next = list(itertools.pairwise(stretches))
         # Stretches shorter than the history pass on what came before them.
         for _ in range(-(-size // length)):
             end = jnp.concatenate([history, x], axis=1)[:, length:]
             received = jax.lax.ppermute(end, time, to_next)
             history = jnp.where(jax.lax.axis_index(time) == 0, first, received)
     return _core(options, x, kernel, bias, history, visible)
+
+
+def _in_mesh_order(time: tuple[str, ...]) -> tuple[tuple[str, ...], list[int]]:
+    """The axes as `ppermute` wants them, and where along these the stretches of a row lie."""
+    axes = sorted(time, key=jax.sharding.get_abstract_mesh().axis_names.index)
+    sizes = [jax.lax.axis_size(axis) for axis in axes]
+    index = np.arange(math.prod(sizes)).reshape(sizes)
+    return tuple(axes), index.transpose([axes.index(axis) for axis in time]).ravel().tolist()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -173,5 +187,11 @@ def _check(x, kernel, bias, history, visible):
         "visible": (visible, (batch, length)),
     }
     for name, (array, shape) in expected.items():
-        if array is not None and array.shape != shape:
+        if array is None:
+            continue
+        if name != "visible":
+            arguments.check_float(name, array)
+        elif not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"visible must be an array of integers, got {array.dtype}")
+        if array.shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, got shape {array.shape}")

@@ -33,7 +33,7 @@ def has_kernel(x: Float[Array, "*batch H*D"], scale: Float[Array, " D"]) -> bool
     """Whether heads fill registers or evenly share them, and x needs no reshaping or float64."""
     size = scale.shape[0]
     whole = x.shape[-1] % LANES == 0 and (size % LANES == 0 or LANES % size == 0)
-    return whole and size <= LARGEST_HEAD and x.ndim <= 3 and x.size > 0 and x.dtype != jnp.float64
+    return whole and size <= LARGEST_HEAD and x.ndim == 3 and x.size > 0 and x.dtype != jnp.float64
 
 
 def forward(
@@ -135,11 +135,11 @@ def backward(
 
 
 def _tokens(x):
-    return None if x is None else x.astype(storage_dtype(x)).reshape((1,) * (3 - x.ndim) + x.shape)
+    return None if x is None else x.astype(storage_dtype(x))
 
 
 def _restore(y, x):
-    return None if x is None else y.reshape(x.shape).astype(x.dtype)
+    return None if x is None else y.astype(x.dtype)
 
 
 def _scale_of_group(scale, blocks):

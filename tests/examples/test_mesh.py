@@ -42,7 +42,7 @@ def test_description_of_a_mesh(description, sizes):
 
 WRONG = (
     "fsdp fsdp= fsdp=x rows=8 fsdp=4 fsdp=16 fsdp=2,fsdp=4 fsdp=0 data=-1,fsdp=-1 data=3,fsdp=-1 "
-    "data=-2,fsdp=-4 data=16,fsdp=-1 data=2;fsdp=4"
+    "data=-2,fsdp=-4 data=16,fsdp=-1 data=0,fsdp=-1 data=2;fsdp=4"
 )
 
 

@@ -202,6 +202,15 @@ def test_a_state_a_document(op):
 
 
 @every_op
+def test_stretches_within_a_device(op):
+    with (
+        jax.set_mesh(make_mesh({"sequence": 2}, AxisType.Auto)),
+        pytest.raises(ValueError, match="num_splits must be None or 1 where partition splits"),
+    ):
+        op.chunk(*tokens_of(op, length=12), num_splits=2, partition=P(None, "sequence"))
+
+
+@every_op
 def test_token_by_token(op):
     with (
         jax.set_mesh(make_mesh({"sequence": 2}, AxisType.Auto)),

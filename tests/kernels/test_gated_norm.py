@@ -86,6 +86,7 @@ def test_definition(implementation, shape, size, gated):
         ((1, 4, 64), 16, False),
         ((1, 4, 1024), 1024, False),
         ((1, 1, 4, 256), 128, False),
+        ((4, 256), 128, False),
         ((1, 0, 256), 128, False),
     ],
 )
@@ -133,6 +134,28 @@ def test_a_kernel_on_auto_axes_needs_a_partition():
         run(arrays, "pallas_tpu")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": float("nan")}, "epsilon must be a finite number of at least 0, got nan"),
+        ({"epsilon": -1.0}, "epsilon must be a finite number of at least 0, got -1.0"),
+        ({"activation": "silu"}, "activation must be a function, got 'silu'"),
+        ({"partition": P("data")}, r"partition is for x of three axes, got shape \(4, 16\)"),
+    ],
+)
+def test_wrong_options(options, message):
+    x = jnp.ones((4, 16))
+    with pytest.raises(ValueError, match=message):
+        gated_rms_norm(x, x, jnp.ones(8), **options)
+
+
+def test_heads_must_divide_over_the_mesh():
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((1, 4, 24)), NamedSharding(mesh, P(None, None, "tensor")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"multiple of 2 heads.* got 3"):
+        gated_rms_norm(x, None, jnp.ones(8))
+
+
 # --- as programs for a TPU --------------------------------------------------------------------
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux alone")
@@ -170,7 +193,7 @@ def test_every_activation_compiles(name):
         y, vjp = jax.vjp(call, x, x, scale)
         return vjp(y)
 
-    x = jax.ShapeDtypeStruct((300, 128), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, 300, 128), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((128,), jnp.float32)
     assert "tpu_custom_call" in compile_for("v5e", gradients, x, scale).as_text()
 

@@ -167,6 +167,17 @@ def test_split_over_devices_equals_one(implementation, kind, length):
     assert error(actual, definition(arrays, document)) < 1e-6
 
 
+@pytest.mark.parametrize("length", [0, 8])
+def test_time_axes_in_any_order(length):
+    arrays, _ = inputs(1, length, 4, 4)
+    x, kernel = arrays["x"], arrays["kernel"]
+    mesh = jax.make_mesh((2, 4), ("outer", "inner"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        y = short_convolution(x, kernel, partition=P(None, ("inner", "outer")))
+    assert y.shape == x.shape
+    np.testing.assert_allclose(y, short_convolution(x, kernel), rtol=1e-6)
+
+
 def test_a_kernel_on_auto_axes_needs_a_partition():
     arrays, _ = inputs(2, 4, 24, 4)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -186,6 +197,10 @@ def test_a_kernel_on_auto_axes_needs_a_partition():
             r"history must be \[2, 3, 24\], got shape \(2, 4, 24\)",
         ),
         ({"implementation": "cuda"}, "implementation must be one of .*, got 'cuda'"),
+        ({"visible": np.ones((2, 4), np.float32)}, "visible must be an array of integers, got"),
+        ({"bias": np.ones(24, int)}, "bias must be an array of one of .*, got int64"),
+        ({"dtype": "int32"}, "dtype must be one of .*, got 'int32'"),
+        ({"activation": "silu"}, "activation must be a function, got 'silu'"),
     ],
 )
 def test_wrong_calls(changed, message):

@@ -84,6 +84,16 @@ def test_split_over_devices_equals_one(name, preset, kind):
     assert all(shape.count(",") < 2 for shape in gathered), gathered
 
 
+def test_few_tokens_from_a_state_with_time_split():
+    x = inputs(2, 2)
+    mesh = make_mesh(PRESETS[ShardingConfig.sequence], AxisType.Auto)
+    with jax.set_mesh(mesh):
+        layer = split(make("sgla", ShardingConfig.sequence()), mesh)
+        actual = jax.device_get(run(layer, x, empty_state(layer, 2)))
+    expected = run(make("sgla", ShardingConfig()), x, empty_state(layer, 2))
+    assert difference(actual, expected) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["sgla", "attention"])
 def test_state_stays_where_it_is_on_explicit_axes(name):
     x = inputs(4, 5)
