@@ -1,6 +1,7 @@
 """What the compiler's schedules say of a program with kernels, loops and plain operations."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -57,6 +58,11 @@ def test_no_figure_falls_behind_what_is_kept(table, where):
     command = [sys.executable, "-m", "benchmarks.results", "--tables", table, "--where", *where]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_schedules_are_not_written_where_nothing_is_counted():
+    """They double the time of every other test that compiles for a TPU."""
+    assert "dump" not in os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
 def test_what_falls_behind_is_found(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from benchmarks.layers import Case
+from benchmarks.layer_cases import Case
 
 OPS = {"GatedDeltaNet": "gated_delta_rule", "KDA": "kda", "SimpleGLA": "simple_gla"}
 
