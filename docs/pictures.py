@@ -58,6 +58,13 @@ DELTA_INPUTS = (*KEYS, "v [B, T, HV V]", "g, beta [B, HV, T] f32", "states [B, N
 GRADIENT = ("do [B, T, HV V]", "dstates [B, N, HV, K, V]")
 RESULTS = ("o [B, T, HV V]", "states [B, N, HV, K, V]")
 STATES = "states [B, HV, n, K, V]"
+CONVOLUTION_INPUTS = (
+    "x [B, T, D], and the 16 tokens",
+    "before each block of it",
+    "history [B, 16, D]",
+    "kernel [W, D], bias [D] f32",
+    "visible [B, 1, T] int32",
+)
 
 KERNELS = (
     Kernel(
@@ -212,13 +219,7 @@ KERNELS = (
     Kernel(
         "short_convolution_forward",
         "computed, 128 tokens at a time",
-        inputs=(
-            "x [B, T, D], and the 16 tokens",
-            "before each block of it",
-            "history [B, 16, D]",
-            "kernel [W, D], bias [D] f32",
-            "visible [B, 1, T] int32",
-        ),
+        inputs=CONVOLUTION_INPUTS,
         computed=(
             "u_s = x, s tokens later, where seen",
             "z = bias + sum_s kernel[W-1-s] u_s",
@@ -229,14 +230,7 @@ KERNELS = (
     Kernel(
         "short_convolution_backward",
         "computed, from the last token to the first",
-        inputs=(
-            "x [B, T, D], and the 16 tokens",
-            "before each block of it",
-            "history [B, 16, D]",
-            "kernel [W, D], bias [D] f32",
-            "visible [B, 1, T] int32",
-            "dy [B, T, D]",
-        ),
+        inputs=(*CONVOLUTION_INPUTS, "dy [B, T, D]"),
         scratch=("what later tokens gave, [8, D] f32",),
         computed=(
             "z, as forward",
