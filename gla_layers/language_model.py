@@ -338,7 +338,8 @@ class LanguageModel(nnx.Module):
         if state is not None:
             self._check_state(state)
         states = (None,) * len(self.layers) if state is None else state
-        call = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        # A block as a tree: what is made again writes nothing back, which a loop's body must not.
+        call = nnx.remat(Block.__call__, graph=False) if self.remat else Block.__call__
         x = self.embed(tokens, out_sharding=P(*spec_of(tokens), None))
         x = self.sharding.place_hidden(x)
         new_states = []

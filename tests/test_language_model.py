@@ -178,6 +178,22 @@ def test_rematerialised_blocks_have_the_same_gradients():
     assert all(close(a, b, 1e-6) for a, b in zip(made_again, kept, strict=True))
 
 
+def test_rematerialised_blocks_decode_in_a_loop():
+    tokens = random_tokens(1, 5)
+    model = make_model(("simple_gla", "attention"), remat=True)
+
+    @nnx.jit
+    def decode(model, tokens):
+        def step(state, token):
+            logits, state = model(token[None, None], state=state)
+            return state, logits[0, 0]
+
+        return jax.lax.scan(step, model.init_state(1, max_length=5), tokens)[1]
+
+    expected = logits_of(make_model(("simple_gla", "attention")), tokens)
+    assert close(decode(model, tokens[0]), expected[0])
+
+
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
 def test_jit_in_graph_and_tree_mode(graph):
     tokens = random_tokens(1, 6)

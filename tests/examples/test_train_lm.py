@@ -21,8 +21,8 @@ SCRIPT = Path(__file__).with_name("small_train_lm.py")
 STEPS = 80
 COMMAND = (
     f"--mixer simple_gla attention --implementation reference --steps {STEPS} --batch-size 2 "
-    "--sequence-length 16 --accumulate 2 --held-out-bytes 512 --sample-bytes 8 --log-every 3 "
-    "--checkpoint-every 5 --eval-every 20"
+    "--sequence-length 16 --accumulate 2 --remat --held-out-bytes 512 --sample-bytes 8 "
+    "--log-every 3 --checkpoint-every 5 --eval-every 20"
 ).split()
 
 
