@@ -23,8 +23,8 @@ class Metrics:
             last_step: 0 for a run that begins.
             tensorboard: a directory for the same numbers in TensorBoard's form.
         """
-        self.rows: list[Row] = [row for row in _read(path) if row["step"] <= last_step]
-        _replace(path, self.rows)
+        self._path = path
+        _replace(path, [row for row in self.rows if row["step"] <= last_step])
         self._file = path.open("a")
         self._writer = None
         if tensorboard is not None:
@@ -45,9 +45,13 @@ class Metrics:
         if self._writer is not None:
             self._writer.close()
 
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, read from the file, since a long run's are not kept in memory."""
+        return _read(self._path)
+
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows: `step`, and what was measured."""
-        self.rows.extend(rows)
         self._file.write(_lines(rows))
         self._file.flush()
         if self._writer is not None:

@@ -150,7 +150,7 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
 
     On SIGTERM or Ctrl-C the program ends here, with what it has saved.
     """
-    rows = evaluation_rows(text.held_out, config.sequence_length)
+    held_out = evaluation_rows(text.held_out, config.sequence_length)
     schedule = Schedule(
         config.steps,
         config.accumulate,
@@ -176,7 +176,7 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
                 training,
                 start=start,
                 schedule=schedule,
-                evaluate=lambda model: bits_per_byte(model, rows, config.batch_size),
+                evaluate=lambda model: bits_per_byte(model, held_out, config.batch_size),
                 checkpoints=checkpoints,
                 metrics=metrics,
                 interrupts=interrupts,
@@ -185,11 +185,12 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
                     training.model, config.sequence_length
                 ),
             )
-        plot_loss(metrics.rows, records / "loss.png")
+        rows = metrics.rows
+        plot_loss(rows, records / "loss.png")
     if last_step < config.steps:
         print(f"stopped by {interrupts.received.name}; step {last_step} is saved in {path}")
         sys.exit(128 + interrupts.received)
-    return metrics.rows
+    return rows
 
 
 def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) -> dict[str, Any]:

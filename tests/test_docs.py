@@ -69,7 +69,7 @@ def test_files_that_pages_name_exist():
     assert {path for path in named if not (ROOT / path).exists()} == added
 
 
-CHECKED = {"guides/finetune.md", "guides/remat.md"}
+CHECKED = {"guides/finetune.md", "guides/remat.md", "mathematics.md"}
 """Pages whose code tests of their own run."""
 
 
@@ -79,6 +79,11 @@ CHECKED = {"guides/finetune.md", "guides/remat.md"}
 def test_code(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
+
+
+def test_a_state_holds_what_the_page_prints(capsys):
+    run("mathematics.md")
+    assert capsys.readouterr().out in PAGES["mathematics.md"]
 
 
 def test_fine_tuning_trains_what_the_page_says():
