@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
 from .operation import CallOptions, Operation, clamp_decay
+from .recurrent import RecurrentOperation
 from .tpu import gated_delta_rule as tpu
 from .xla import gated_delta_rule as xla
 
@@ -19,7 +20,7 @@ _chunk = Operation(
         "xla": xla.implementation,
     },
 )
-_recurrent = Operation("recurrent_gated_delta_rule", reference.gated_delta_rule, {})
+_recurrent = RecurrentOperation("recurrent_gated_delta_rule", reference.gated_delta_rule)
 
 
 def chunk_gated_delta_rule(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
 from .operation import CallOptions, Operation
+from .recurrent import RecurrentOperation
 from .tpu import kda as tpu
 from .xla import kda as xla
 
@@ -19,7 +20,7 @@ _chunk = Operation(
         "xla": xla.implementation,
     },
 )
-_recurrent = Operation("recurrent_kda", reference.kda, {})
+_recurrent = RecurrentOperation("recurrent_kda", reference.kda)
 
 
 def chunk_kda(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from . import arguments, reference
 from .context_parallel import decay_map
 from .operation import CallOptions, Operation, clamp_decay
+from .recurrent import RecurrentOperation
 from .tpu import simple_gla as tpu
 from .xla import simple_gla as xla
 
@@ -22,7 +23,7 @@ _chunk = Operation(
     },
     decay_map,
 )
-_recurrent = Operation("recurrent_simple_gla", reference.simple_gla, {})
+_recurrent = RecurrentOperation("recurrent_simple_gla", reference.simple_gla)
 
 
 def chunk_simple_gla(
