@@ -27,13 +27,13 @@ class RecurrentOperation(Operation):
     ) -> tuple[Float[Array, "B T HV V"], Float[Array, "..."] | None]:
         """As an `Operation`, by the definition where there is more than a token to compute."""
         if not self._is_one_token(tokens, options):
-            if implementation not in (None, "reference"):
+            if implementation in self.implementations:
                 raise ValueError(
-                    f"implementation of {self.name} must be None or 'reference' for anything but "
-                    "one token a row that is not packed, nor float64, nor cut by num_splits; got "
-                    f"{implementation!r} and q of shape {tokens[0].shape}"
+                    f"implementation must be None or 'reference' where {self.name} is given "
+                    "anything but one token a row, or float64, segment_ids, cu_seqlens or "
+                    f"num_splits; got {implementation!r} and q of shape {tokens[0].shape}"
                 )
-            implementation = "reference"
+            implementation = implementation or "reference"
         return super().__call__(tokens, implementation=implementation, **options)
 
     def _is_one_token(self, tokens: Tokens, options: dict[str, Any]) -> bool:
