@@ -1,6 +1,7 @@
 """One token of any of the three recurrences on a Pallas TPU kernel, the states updated in place.
 
-Per batch row and value head, with the state S [K, V], and a = exp(g), one number or one a row of S:
+Per batch row and value head, with the state S [K, V], and a = exp(min(g, 0)), one number or one a
+row of S:
 
     D  = a S
     u  = beta (v - D^T k)                        SimpleGLA: u = v
@@ -131,9 +132,9 @@ def _step(sizes, options, per_channel, states, q, k, v, g, *rest):
         qk = options.scale * jnp.sum(q_head * k_head, axis=1, keepdims=True)
         q_columns, k_columns = (options.scale * q_head).T, k_head.T
         if per_channel:
-            decays = jnp.exp(_head(g, head, sizes.key_size)).T
+            decays = jnp.exp(jnp.minimum(_head(g, head, sizes.key_size), 0)).T
         else:
-            decays = jnp.exp(_number(g, first + head))
+            decays = jnp.exp(jnp.minimum(_number(g, first + head), 0))
         beta_head = [_number(x, first + head) for x in beta]
         for lanes in _registers(head, sizes.value_size):
             v_head = v[:, lanes].astype(jnp.float32)

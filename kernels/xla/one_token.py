@@ -30,7 +30,7 @@ def forward(
     def read(states: Array, x: Array) -> Array:
         return jnp.einsum("bhgkv,bhk->bhgv", states, x, precision=HIGHEST)
 
-    decay = jnp.exp(g).reshape(*g.shape[:2], -1, 1)
+    decay = jnp.exp(jnp.where(g > 0, 0, g)).reshape(*g.shape[:2], -1, 1)
     decayed = grouped(decay * states[:, 0])
     written = grouped(v)
     if beta:
