@@ -10,8 +10,9 @@ row of S:
 
 which reads and writes a state once: the new state is never read for o. A grid step holds up to
 eight batch rows, which are the sublanes of their tokens, and some heads, which lie side by side on
-the lanes as projections make them. All is float32 on the vector unit, which is done long before
-the states have moved.
+the lanes as projections make them. All is float32 on the vector unit. Against moving the states
+that takes, for 64 rows, 0.35 (gated delta rule, heads of 256) to 0.86 (KDA, of 128) of the time on
+a v6e, 0.69 to 1.77 on a v7x.
 """
 
 import dataclasses
