@@ -57,6 +57,7 @@ class Program:
         self.text = text
         self.unknown_loops = 0
         self._computations = _computations(text)
+        self._shapes: dict[str, dict[str, str]] = {}
 
     def operations(self, computation: str = "ENTRY", times: int = 1) -> Iterator[Operation]:
         """All that runs; a fusion is one operation, loops and calls are what they run."""
@@ -83,11 +84,24 @@ class Program:
         product = r"\bconvolution\("
         return any(re.search(product, x.rest) for x in (operation, *self.fused(operation)))
 
+    def hbm_bytes(self, operation: Operation) -> int:
+        """Bytes of an operation's results and operands that live in HBM."""
+        called = re.match(r"(\(.*?\)|\S+) [\w\-]+\(([^)]*)\)", operation.rest)
+        if not called:
+            return 0
+        results, operands = called.groups()
+        shapes = self.shapes(operation.computation)
+        return hbm_bytes(results) + sum(
+            hbm_bytes(shapes.get(operand, "")) for operand in re.findall(r"%([\w.\-]+)", operands)
+        )
+
     def shapes(self, computation: str) -> dict[str, str]:
         """The shape of every result in a computation, by name."""
-        pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) "
-        lines = self._computations[computation]
-        return dict(m.groups() for line in lines if (m := re.match(pattern, line)))
+        if computation not in self._shapes:
+            pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) "
+            matches = (re.match(pattern, line) for line in self._computations[computation])
+            self._shapes[computation] = dict(m.groups() for m in matches if m)
+        return self._shapes[computation]
 
     def _lines(self, computation: str, times: int) -> Iterator[Operation]:
         for line in self._computations.get(computation, ()):

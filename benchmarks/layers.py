@@ -18,7 +18,7 @@ import argparse
 import re
 
 from .layer_cases import LAYERS, Case
-from .results import make_row, save
+from .results import make_row, print_header, print_row, save
 from .splash_attention import computed_share
 from .static_cost import static_cost
 from .tpu_compiler import TARGETS
@@ -60,17 +60,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="in benchmarks/results/layers.json")
     options = parser.parse_args()
     parts = ("projections", "op", "rest", "all")
-    head = ("layer", "tokens", "target", *parts, *parts, "temporaries, MB", "kept, kB a token")
-    print("| " + " | ".join(head) + " |")
-    print("|---" * len(head) + "|")
+    columns = *parts, *parts, "temporaries, MB", "kept, kB a token"
+    print_header("layer", "tokens", "target", *columns)
     for layer in options.layers:
         for length in options.lengths:
             for target in options.targets:
                 of = {"layer": layer, "length": length, "documents": options.documents}
                 of["target"] = target
                 figures = measure(**of)
-                cells = (layer, length, target, *figures.values())
-                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+                print_row(layer, length, target, *figures.values())
                 if options.save:
                     save("layers", [make_row(of, figures)])
 

@@ -9,7 +9,7 @@ Counted in Mcycles, forward and forward + backward; `static_cost` says what that
 import argparse
 
 from .op_cases import CASES
-from .results import make_row, save
+from .results import make_row, print_header, print_row, save
 from .static_cost import static_cost
 from .tpu_compiler import TARGETS
 
@@ -38,15 +38,14 @@ def main() -> None:
     parser.add_argument("--implementations", nargs="+", default=["pallas_tpu", "xla"])
     parser.add_argument("--save", action="store_true", help="in benchmarks/results/ops.json")
     options = parser.parse_args()
-    print("| case | implementation | target | forward | forward + backward | temporaries, MB |")
-    print("|---|---|---|---|---|---|")
+    columns = "forward", "forward + backward", "temporaries, MB"
+    print_header("case", "implementation", "target", *columns)
     for case in options.cases:
         for implementation in options.implementations:
             for target in options.targets:
                 of = {"case": case, "implementation": implementation, "target": target}
                 figures = measure(**of)
-                cells = (*of.values(), *figures.values())
-                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+                print_row(*of.values(), *figures.values())
                 if options.save:
                     save("ops", [make_row(of, figures)])
 

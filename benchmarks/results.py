@@ -3,7 +3,7 @@
     python -m uv run python -m benchmarks.results --tables ops --where target=v6e case=GDN
 
 counts again what is kept, and ends with an error if a figure has grown by more than a tenth.
-`--save` of `benchmarks.ops` and `benchmarks.layers` keeps what they count.
+`--save` of `benchmarks.ops`, `benchmarks.layers` and `benchmarks.decoding` keeps what they count.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
-TABLES = ("ops", "layers")
+TABLES = ("ops", "layers", "decoding")
 GROWTH = 1.1
 SMALLEST = 0.02
 """What a figure must have grown by, in its unit: the compiler's choices move small ones more."""
@@ -45,6 +45,17 @@ def save(table: str, rows: list[Row]) -> None:
     FOLDER.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
     (FOLDER / f"{table}.json").write_text(f"[\n{lines}\n]\n")
+
+
+def print_header(*names: str) -> None:
+    """The head of a table in Markdown."""
+    print_row(*names)
+    print("|---" * len(names) + "|")
+
+
+def print_row(*cells: Any) -> None:
+    """A row of it, at once."""
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, tuple]:

@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from .hlo import Operation, Program, hbm_bytes
+from .hlo import Operation, Program
 from .tpu_compiler import TARGETS, Target, compile_for
+from .transfers import Transfers
 
 DUMP = Path(tempfile.mkdtemp(prefix="static_cost_"))
 """Where the compiler writes its schedules. It reads the flags when it is first used."""
@@ -63,7 +64,10 @@ class StaticCost:
         kernels: its Pallas kernels.
         xla: cycles of XLA's operations, by name, the largest first.
         product_cycles: of those that multiply matrices.
+        waiting_cycles: for copies that run beside the operations; not among the others, which are
+            what the program computes.
         temporary_bytes: HBM for what is neither argument nor result.
+        aliased_bytes: of results that take the place of arguments.
         unknown_loops: loops whose trip count the compiler's output does not tell, counted once.
     """
 
@@ -71,7 +75,9 @@ class StaticCost:
     kernels: tuple[Kernel, ...]
     xla: dict[str, float]
     product_cycles: float
+    waiting_cycles: float
     temporary_bytes: int
+    aliased_bytes: int
     unknown_loops: int
 
     @property
@@ -103,21 +109,28 @@ def static_cost(
     schedules = Schedules(program, TARGETS[target], dumped)
     xla: dict[str, float] = {}
     product_cycles = 0.0
+    transfers = Transfers(TARGETS[target])
     for operation in program.operations():
         if operation.is_kernel:
-            schedules.add(operation)
-        elif cycles := operation.times * operation.estimated_cycles(TARGETS[target]):
-            xla[operation.name] = xla.get(operation.name, 0) + cycles
+            cycles = operation.times * schedules.add(operation).cycles
+        else:
+            cycles = operation.times * operation.estimated_cycles(TARGETS[target])
+            if cycles:
+                xla[operation.name] = xla.get(operation.name, 0) + cycles
             if program.multiplies_matrices(operation):
                 product_cycles += cycles
+        transfers.run(operation, cycles, operation.times * program.hbm_bytes(operation))
     for path in dumped:
         path.unlink()
+    memory = compiled.memory_analysis()
     return StaticCost(
         target,
         tuple(sorted(schedules.kernels.values(), key=lambda k: -k.cycles * k.calls)),
         dict(sorted(xla.items(), key=lambda item: -item[1])),
         product_cycles,
-        compiled.memory_analysis().temp_size_in_bytes,
+        transfers.waiting_cycles,
+        memory.temp_size_in_bytes,
+        memory.alias_size_in_bytes,
         program.unknown_loops + schedules.unknown_loops,
     )
 
@@ -144,24 +157,20 @@ class Schedules:
         )
         self._twins = {self._bodies[name]: name for name in self._schedules if name in self._bodies}
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: Operation) -> Kernel:
         """Count a kernel's calls, and what one costs."""
         name = operation.name
         if name in self.kernels:
             kernel = self.kernels[name]
             calls = kernel.calls + operation.times
             self.kernels[name] = dataclasses.replace(kernel, calls=calls)
-            return
+            return self.kernels[name]
         scheduled = name if name in self._schedules else self._twins.get(self._bodies.get(name))
         if scheduled is None:
             raise RuntimeError(f"the compiler wrote no schedule of the kernel {name}")
         schedule = Schedule(self._schedules[scheduled])
         self.unknown_loops += schedule.unknown_loops
-        results, operands = operation.rest.split("custom_call_target")[0].split("custom-call(")
-        shapes = self._program.shapes(operation.computation)
-        num_bytes = hbm_bytes(results) + sum(
-            hbm_bytes(shapes.get(operand, "")) for operand in re.findall(r"%([\w.\-]+)", operands)
-        )
+        num_bytes = self._program.hbm_bytes(operation)
         self.kernels[name] = Kernel(
             name,
             operation.times,
@@ -170,6 +179,7 @@ class Schedules:
             self._target.memory_cycles(num_bytes),
             schedule.busy(self._utilizations.get(scheduled)),
         )
+        return self.kernels[name]
 
 
 class Schedule:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .configuration import check_options, check_split, sizes
 from .cross_entropy import chunked_cross_entropy
+from .dot_general import dot_general
 from .inputs import check_dtype, check_segment_ids
 from .kernels.arguments import check_flags, is_concrete
 from .language_model_config import MIXERS, LanguageModelConfig
@@ -86,6 +87,7 @@ class SwiGLU(nnx.Module):
                 dtype=dtype,
                 param_dtype=param_dtype,
                 precision=precision,
+                dot_general=dot_general,
                 kernel_init=kernel_init,
                 kernel_metadata=metadata(spec),
                 rngs=rngs,
@@ -280,8 +282,8 @@ class LanguageModel(nnx.Module):
         tokens = self._known(tokens, segment_ids, minimum=1)
         hidden, new_state = self._hidden(tokens, state, segment_ids)
         product = functools.partial(
-            jnp.einsum,
-            "btd,dv->btv",
+            dot_general,
+            dimension_numbers=(((2,), (0,)), ((), ())),
             precision=self.precision,
             preferred_element_type=jnp.float32,
         )

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from .configuration import check_batch_size, check_options, check_split
+from .dot_general import dot_general
 from .inputs import check_inputs, check_state, mask_padding
 from .kernels.packing import Packing
 from .kernels.sharding import splits_time
@@ -254,6 +255,7 @@ class LinearAttention(nnx.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
+            dot_general=dot_general,
             kernel_init=self.kernel_init,
             preferred_element_type=preferred_element_type,
             kernel_metadata=metadata(spec),

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from .configuration import check_batch_size, check_options, check_split, sizes
+from .dot_general import dot_general
 from .inputs import check_inputs, check_state, mask_padding
 from .kernels.packing import Packing
 from .sharding import ShardingConfig, metadata, split_as_x
@@ -173,6 +174,7 @@ class SoftmaxAttention(nnx.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
+            dot_general=dot_general,
             kernel_init=self.kernel_init,
             kernel_metadata=metadata(spec),
             bias_metadata=metadata(self.sharding.features),

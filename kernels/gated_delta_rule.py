@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
 from .operation import CallOptions, Operation, clamp_decay
+from .recurrent import RecurrentOperation
 from .tpu import gated_delta_rule as tpu
 from .xla import gated_delta_rule as xla
 
@@ -19,7 +20,7 @@ _chunk = Operation(
         "xla": xla.implementation,
     },
 )
-_recurrent = Operation("recurrent_gated_delta_rule", reference.gated_delta_rule, {})
+_recurrent = RecurrentOperation("recurrent_gated_delta_rule", reference.gated_delta_rule)
 
 
 def chunk_gated_delta_rule(
@@ -135,7 +136,9 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
     """`chunk_gated_delta_rule` one token after another, for a few tokens from a state (decoding).
 
-    Takes the same arguments, makes the same promises and computes in float32.
+    Takes the same arguments, makes the same promises and computes in float32. The implementations
+    "pallas_tpu" and "xla" are for one token a row, neither packed nor float64; None takes the
+    definition for all else.
 
     Example:
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from . import arguments, reference
 from .operation import CallOptions, Operation
+from .recurrent import RecurrentOperation
 from .tpu import kda as tpu
 from .xla import kda as xla
 
@@ -19,7 +20,7 @@ _chunk = Operation(
         "xla": xla.implementation,
     },
 )
-_recurrent = Operation("recurrent_kda", reference.kda, {})
+_recurrent = RecurrentOperation("recurrent_kda", reference.kda)
 
 
 def chunk_kda(
@@ -133,7 +134,9 @@ def recurrent_kda(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
     """`chunk_kda` one token after another, for a few tokens from a state (decoding).
 
-    Takes the same arguments, makes the same promises and computes in float32.
+    Takes the same arguments, makes the same promises and computes in float32. The implementations
+    "pallas_tpu" and "xla" are for one token a row, neither packed nor float64; None takes the
+    definition for all else.
 
     Example:
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from . import arguments, reference
 from .context_parallel import decay_map
 from .operation import CallOptions, Operation, clamp_decay
+from .recurrent import RecurrentOperation
 from .tpu import simple_gla as tpu
 from .xla import simple_gla as xla
 
@@ -22,7 +23,7 @@ _chunk = Operation(
     },
     decay_map,
 )
-_recurrent = Operation("recurrent_simple_gla", reference.simple_gla, {})
+_recurrent = RecurrentOperation("recurrent_simple_gla", reference.simple_gla)
 
 
 def chunk_simple_gla(
@@ -137,7 +138,9 @@ def recurrent_simple_gla(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
     """`chunk_simple_gla` one token after another, for a few tokens from a state (decoding).
 
-    Takes the same arguments, makes the same promises and computes in float32.
+    Takes the same arguments, makes the same promises and computes in float32. The implementations
+    "pallas_tpu" and "xla" are for one token a row, neither packed nor float64; None takes the
+    definition for all else.
 
     Example:
 

@@ -8,6 +8,9 @@ import sys
 import pytest
 
 from benchmarks import results
+from benchmarks.hlo import Operation
+from benchmarks.tpu_compiler import TARGETS
+from benchmarks.transfers import Transfers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux alone")
 
@@ -51,6 +54,7 @@ def test_kernels_are_counted_and_grow_with_the_tokens():
         ("ops", ["case=GDN", "implementation=pallas_tpu", "target=v5p"]),
         ("ops", ["case=KDA", "implementation=pallas_tpu", "target=v5p"]),
         ("layers", ["layer=SimpleGLA", "length=8192", "documents=25", "target=v6e"]),
+        ("decoding", ["batch=1", "mixer=gated_deltanet", "target=v6e"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
@@ -63,6 +67,20 @@ def test_no_figure_falls_behind_what_is_kept(table, where):
 def test_schedules_are_not_written_where_nothing_is_counted():
     """They double the time of every other test that compiles for a TPU."""
     assert "dump" not in os.environ.get("LIBTPU_INIT_ARGS", "")
+
+
+@pytest.mark.parametrize(("moved", "waits"), [(0, 0.5), (1 << 20, 0.75), (1 << 30, 1)])
+def test_a_copy_is_waited_for_as_far_as_what_runs_beside_it_leaves_no_time(moved, waits):
+    shape = "f32[1024,1024]{1,0:T(8,128)S(1)}"
+    start = Operation("ENTRY", "start", f"({shape}, {shape}, u32[]) copy-start(%x)", 1)
+    beside = Operation("ENTRY", "beside", f"{shape} fusion(%y)", 1)
+    done = Operation("ENTRY", "done", f"{shape} copy-done(%start)", 1)
+    copy = TARGETS["v6e"].memory_cycles(4 << 20)
+    transfers = Transfers(TARGETS["v6e"])
+    transfers.run(start, 0, 0)
+    transfers.run(beside, copy / 2, moved)
+    transfers.run(done, 0, 0)
+    assert transfers.waiting_cycles == pytest.approx(waits * copy)
 
 
 def test_what_falls_behind_is_found(tmp_path, monkeypatch):

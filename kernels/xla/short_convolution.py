@@ -51,22 +51,28 @@ def backward(
 
 
 def _convolved(x, kernel, bias, history, visible):
-    taps = _taps(x, history, visible, kernel.shape[0])
-    weights = kernel.astype(taps[0].dtype)[::-1]
-    z = sum(weight * tap for weight, tap in zip(weights, taps, strict=True))
+    width = kernel.shape[0]
+    taps = _taps(x, history, visible, width)
+    z = sum(kernel[width - 1 - s].astype(tap.dtype) * tap for s, tap in enumerate(taps))
     return z if bias is None else z + bias.astype(z.dtype)
 
 
 def _taps(x, history, visible, width):
     """What a token sees s tokens before it, for s = 0 .. W - 1, in float32 or more."""
-    if history is None:
-        row = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
-    else:
-        row = jnp.concatenate([history.astype(x.dtype), x], axis=1)
-    row = row.astype(jnp.promote_types(x.dtype, jnp.float32))
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
     length = x.shape[1]
-    windows = [row[:, width - 1 - s : width - 1 - s + length] for s in range(width)]
+    if history is None:
+        row = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0))).astype(dtype)
+        windows = [row[:, width - 1 - s : width - 1 - s + length] for s in range(width)]
+    else:
+        windows = [_window(x, history.astype(x.dtype), s).astype(dtype) for s in range(width)]
     return [_where_seen(visible, s, window) for s, window in enumerate(windows)]
+
+
+def _window(x, history, s):
+    """The token s before each. Out of one row of both, a single token's would go through memory."""
+    length, start = x.shape[1], history.shape[1] - s
+    return jnp.concatenate([history[:, start : start + length], x[:, : max(0, length - s)]], axis=1)
 
 
 def _where_seen(visible, s, x):
