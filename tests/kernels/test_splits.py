@@ -12,7 +12,18 @@ from gla_layers.kernels.splits import SHORTEST_SPLIT, splits_that_pay
 from gla_layers.kernels.tpu import tuning
 from tests.programs import equations
 
-from .cases import GDN, KDA, OPS, check, evaluate, random_inputs, reference, relative_error
+from .cases import (
+    GDN,
+    KDA,
+    OP_IDS,
+    OP_IMPLEMENTATIONS,
+    OPS,
+    check,
+    evaluate,
+    random_inputs,
+    reference,
+    relative_error,
+)
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
@@ -33,8 +44,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
-@every_op
+@pytest.mark.parametrize(("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS)
 def test_split_equals_whole(op, implementation):
     """Outputs, states and gradients; the last of three stretches is cut short."""
     inputs = random_inputs(op, length=360, value_heads=1, key_size=128, value_size=128)
