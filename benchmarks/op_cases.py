@@ -19,7 +19,8 @@ OPS = {
     "simple_gla": kernels.chunk_simple_gla,
 }
 DECAY_PER_CHANNEL = ("gla", "kda")
-DELTA_RULES = ("gated_delta_rule", "kda")
+WITH_BETA = ("gated_delta_rule", "kda")
+WITHOUT_KERNEL = ("gla",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Case:
             "g": array(self.value_heads * per_channel, "float32"),
             "beta": array(self.value_heads, "float32"),
         }
-        if self.op not in DELTA_RULES:
+        if self.op not in WITH_BETA:
             del arguments["beta"]
         return arguments
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.tpu_compiler import compile_for, pod
 
 from .cases import (
+    GLA,
     OP_IDS,
     OP_IMPLEMENTATIONS,
     OPS,
@@ -207,6 +208,13 @@ def test_plain_jax_in_place_of_kernels_is_told(op):
         pytest.warns(UserWarning, match="falls back to plain JAX: the mesh has Auto axes"),
     ):
         jax.jit(op.chunk).trace(*tokens)
+
+
+def test_nothing_is_told_where_there_is_no_kernel():
+    mesh = pod("v5e", "2x2", {"data": 4})
+    tokens = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens_of(GLA, batch=4)]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.jit(GLA.chunk).trace(*tokens)
 
 
 @every_axis_type
