@@ -18,6 +18,7 @@ from .cases import (
     OP_IDS,
     OP_IMPLEMENTATIONS,
     OPS,
+    SPLIT_OPS,
     check,
     evaluate,
     random_inputs,
@@ -26,6 +27,7 @@ from .cases import (
 )
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+every_split_op = pytest.mark.parametrize("op", SPLIT_OPS, ids=lambda op: op.name)
 
 # Segment ids of two rows of three stretches of 128 tokens, each as runs of (id, tokens).
 LAYOUTS = {
@@ -53,7 +55,7 @@ def test_split_equals_whole(op, implementation):
     check(actual, reference(op, inputs, **options), 1e-5)
 
 
-@every_op
+@every_split_op
 def test_packed_rows(op):
     inputs = random_inputs(op, batch=2, length=360, key_size=16, value_size=8)
     options = {"output_final_state": False}
@@ -68,7 +70,7 @@ def test_packed_rows(op):
         check(actual, reference(op, packed, **options), 1e-5)
 
 
-@every_op
+@every_split_op
 def test_one_document_a_row_has_a_state(op):
     inputs = random_inputs(op, batch=2, length=360, key_size=16, value_size=8)
     inputs["segment_ids"] = np.pad(np.full((2, 150), 7), [(0, 0), (140, 70)])
