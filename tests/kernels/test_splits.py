@@ -125,7 +125,7 @@ def test_packed_rows_without_gradients(op):
 
 
 @pytest.mark.parametrize("keys", ["random", "alike", "repeated"])
-@every_op
+@every_split_op
 def test_bfloat16(op, keys):
     """The errors that whole rows may have."""
     inputs = random_inputs(op, length=360, key_size=128, value_size=128)
