@@ -61,8 +61,8 @@ GLA = Op(
 )
 OPS = (GDN, KDA, SIMPLE_GLA, GLA)
 OPS_WITH_KERNELS = tuple(op for op in OPS if "pallas_tpu" in op.implementations)
-# GLA acts on the state as KDA with beta 0 does: what documents and the mesh make of such a map, it
-# need not be asked.
+# GLA's rows are cut by the code that cuts KDA's: what documents and meshes make of it is not tested
+# for both.
 SPLIT_OPS = (GDN, KDA, SIMPLE_GLA)
 OP_IMPLEMENTATIONS = [(op, implementation) for op in OPS for implementation in op.implementations]
 OP_IDS = [f"{op.name}-{implementation}" for op, implementation in OP_IMPLEMENTATIONS]
