@@ -1,7 +1,7 @@
 """The ops at the shapes that the benchmarks measure.
 
-Each case is one program as a layer holds it: q, k, v (and KDA's g) are arguments [B, T, H * D], as
-projections make them, and so are the outputs and the gradients.
+Each case is one program as a layer holds it: q, k, v (and a g per channel) are arguments
+[B, T, H * D], as projections make them, and so are the outputs and the gradients.
 """
 
 import dataclasses
@@ -14,9 +14,13 @@ from gla_layers import kernels
 
 OPS = {
     "gated_delta_rule": kernels.chunk_gated_delta_rule,
+    "gla": kernels.chunk_gla,
     "kda": kernels.chunk_kda,
     "simple_gla": kernels.chunk_simple_gla,
 }
+DECAY_PER_CHANNEL = ("gla", "kda")
+WITH_BETA = ("gated_delta_rule", "kda")
+WITHOUT_KERNEL = ("gla",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Case:
         """What the program takes, by name."""
         keys = self.key_heads * self.head_size
         values = self.value_heads * self.head_size
-        per_channel = self.head_size if self.op == "kda" else 1
+        per_channel = self.head_size if self.op in DECAY_PER_CHANNEL else 1
 
         def array(size, dtype):
             return jax.ShapeDtypeStruct((self.batch, self.length, size), dtype)
@@ -57,7 +61,7 @@ class Case:
             "g": array(self.value_heads * per_channel, "float32"),
             "beta": array(self.value_heads, "float32"),
         }
-        if self.op == "simple_gla":
+        if self.op not in WITH_BETA:
             del arguments["beta"]
         return arguments
 
@@ -74,7 +78,7 @@ class Case:
             for name in ("q", "k"):
                 heads[name] = _split(heads[name], self.key_heads)
             heads["v"] = _split(heads["v"], self.value_heads)
-            if self.op == "kda":
+            if self.op in DECAY_PER_CHANNEL:
                 heads["g"] = _split(heads["g"], self.value_heads)
             o, _ = OPS[self.op](
                 **heads,
@@ -126,6 +130,7 @@ CASES = {
     "KDA, 32 heads": Case("kda", key_heads=32, value_heads=32),
     "KDA, 32 heads, 25 documents": Case("kda", key_heads=32, value_heads=32, documents=25),
     "KDA, 32 heads, recomputed": Case("kda", key_heads=32, value_heads=32, recompute=True),
+    "GLA": Case("gla", qk_l2norm=False),
 }
 
 

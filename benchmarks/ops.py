@@ -8,7 +8,7 @@ Counted in Mcycles, forward and forward + backward; `static_cost` says what that
 
 import argparse
 
-from .op_cases import CASES
+from .op_cases import CASES, WITHOUT_KERNEL
 from .results import make_row, print_header, print_row, save
 from .static_cost import static_cost
 from .tpu_compiler import TARGETS
@@ -42,6 +42,8 @@ def main() -> None:
     print_header("case", "implementation", "target", *columns)
     for case in options.cases:
         for implementation in options.implementations:
+            if implementation == "pallas_tpu" and CASES[case].op in WITHOUT_KERNEL:
+                continue
             for target in options.targets:
                 of = {"case": case, "implementation": implementation, "target": target}
                 figures = measure(**of)

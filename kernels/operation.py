@@ -1,4 +1,4 @@
-"""What the three ops share between their public functions and their implementations.
+"""What the ops share between their public functions and their implementations.
 
 An `Operation` turns per-token arrays (`tokens`: q, k, v and the gates) and states into outputs
 and new states, by one of its implementations (see `implementation.py`).
@@ -43,7 +43,9 @@ class CallOptions(TypedDict, total=False):
 class Operation:
     """An op: its definition, its implementations, and the one `custom_vjp` over them.
 
-    `affine_map` is how a stretch of tokens acts on the state (see `context_parallel.py`).
+    `implementations` holds what there is of "xla" and, for a TPU, "pallas_tpu"; without the latter
+    a TPU too runs "xla", and with neither every platform runs the definition. `affine_map` is how a
+    stretch of tokens acts on the state (see `context_parallel.py`).
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class Operation:
         arguments.check_packing(batch, length, segment_ids, cu_seqlens, max_num_segments)
         arguments.check_num_splits(num_splits)
         arguments.check_partition(partition)
-        if implementation is None and not self.implementations:
-            implementation = "reference"
+        if implementation is None:
+            implementation = self._default
         self._check_available(implementation, tokens)
         packed = segment_ids is not None or cu_seqlens is not None
         num_documents = _num_documents(
@@ -130,6 +132,13 @@ class Operation:
         if poison is not None and per_document:
             outputs = jax.tree.map(lambda x: _add(x, poison), outputs)
         return outputs
+
+    @property
+    def _default(self) -> str | None:
+        """What to run unless asked: what suits the platform, where there is a kernel to choose."""
+        if "pallas_tpu" in self.implementations:
+            return None
+        return "xla" if "xla" in self.implementations else "reference"
 
     def _lay_out(
         self,

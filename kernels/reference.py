@@ -1,8 +1,9 @@
-"""The three recurrences, token by token: the definition that everything else is tested against.
+"""The recurrences, token by token: the definition that everything else is tested against.
 
 Per value head, with the state S [K, V], and a = exp(g), or 1 where g > 0:
 
-    SimpleGLA   S <- a S + k v^T
+    SimpleGLA   S <- a S + k v^T                               a is one number
+    GLA         S <- diag(a) S + k v^T                         a has one entry per key channel
     GDN         S <- a S;         S <- S + beta k (v - S^T k)^T      a is one number
     KDA         S <- diag(a) S;   S <- S + beta k (v - S^T k)^T      a has one entry per key channel
     all         o  = S^T (scale q)
@@ -71,12 +72,27 @@ def simple_gla(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B N HV K V"]]:
     """Gated linear attention with one decay per head, from one state per document."""
     channel_decay = jnp.broadcast_to(g[..., None], (*g.shape, k.shape[-1]))
-    beta = jnp.ones_like(g)
+    return gla(q, k, v, channel_decay, states, packing, scale=scale, qk_l2norm=qk_l2norm)
+
+
+def gla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    states: Float[Array, "B N HV K V"],
+    packing: Packing,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B N HV K V"]]:
+    """Gated linear attention with a decay per key channel, from one state per document."""
 
     def plain_write(state, k, v, beta):
         return v
 
-    return _recurrence(plain_write, q, k, v, channel_decay, beta, states, packing, scale, qk_l2norm)
+    beta = jnp.ones(g.shape[:3], g.dtype)
+    return _recurrence(plain_write, q, k, v, g, beta, states, packing, scale, qk_l2norm)
 
 
 def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:

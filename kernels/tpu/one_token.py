@@ -1,10 +1,10 @@
-"""One token of any of the three recurrences on a Pallas TPU kernel, the states updated in place.
+"""One token of any of the recurrences on a Pallas TPU kernel, the states updated in place.
 
 Per batch row and value head, with the state S [K, V], and a = exp(min(g, 0)), one number or one a
 row of S:
 
     D  = a S
-    u  = beta (v - D^T k)                        SimpleGLA: u = v
+    u  = beta (v - D^T k)                        without beta: u = v
     S <- D + k u^T
     o  = scale (D^T q + (q . k) u)
 

@@ -1,4 +1,4 @@
-"""What the chunked forms of the three ops share.
+"""What the chunked forms of the ops share.
 
 A row of T tokens is cut into N chunks of C tokens, the last one padded with zeros, and laid out
 [B, H, N, C, D] for key heads and [B, H, R, N, C, D] for the R value heads of each key head. Within

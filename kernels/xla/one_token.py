@@ -1,4 +1,4 @@
-"""One token of any of the three recurrences in plain JAX.
+"""One token of any of the recurrences in plain JAX.
 
 With the notation of `../tpu/one_token.py`. The backward pass is autodiff's.
 """

@@ -9,7 +9,7 @@ import pytest
 
 from gla_layers import kernels
 
-from .cases import GDN, KDA, OPS, SIMPLE_GLA
+from .cases import GDN, GLA, KDA, OP_IDS, OP_IMPLEMENTATIONS, OPS, SIMPLE_GLA
 
 B, T, H, HV, K, V = 2, 8, 2, 4, 16, 32
 
@@ -39,7 +39,7 @@ ONE_ROW = {
     "beta": zeros(1, T, HV),
 }
 
-# Arguments to change, and the sentence they should give, for all three ops.
+# Arguments to change, and the sentence they should give, for every op.
 WRONG = {
     "q of three axes": (
         {"q": zeros(B, T, K)},
@@ -213,8 +213,11 @@ def one_row(op):
 
 
 @pytest.mark.parametrize("per_document", [False, True], ids=["row", "states"])
-@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas_tpu"])
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    ("op", "implementation"),
+    [(op, "reference") for op in OPS] + OP_IMPLEMENTATIONS,
+    ids=[f"{op.name}-reference" for op in OPS] + OP_IDS,
+)
 def test_wrong_cu_seqlens_that_are_traced_give_nan(op, implementation, per_document):
     @jax.jit
     def run(cu_seqlens):
@@ -252,6 +255,11 @@ def test_float64_is_for_the_reference(op):
         tokens = {name: x.astype("float64") for name, x in good_call(op).items()}
         with pytest.raises(ValueError, match="float64 arguments need implementation='reference'"):
             op.chunk(**tokens)
+
+
+def test_a_kernel_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"'pallas_tpu' does not exist for chunk_gla; .*'xla'\]"):
+        GLA.chunk(**good_call(GLA), implementation="pallas_tpu")
 
 
 def test_an_unknown_argument():

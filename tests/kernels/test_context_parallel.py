@@ -15,7 +15,9 @@ from .cases import (
     OP_IDS,
     OP_IMPLEMENTATIONS,
     OPS,
+    OPS_WITH_KERNELS,
     SIMPLE_GLA,
+    SPLIT_OPS,
     check,
     evaluate,
     random_inputs,
@@ -35,6 +37,7 @@ MESHES = {
 }
 every_mesh = pytest.mark.parametrize(("sizes", "partition"), MESHES.values(), ids=MESHES)
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+every_split_op = pytest.mark.parametrize("op", SPLIT_OPS, ids=lambda op: op.name)
 every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 
 # Segment ids of two rows of 4 stretches of 40 tokens, each as runs of (id, tokens).
@@ -77,7 +80,7 @@ def evaluate_split(op, count, inputs, **options):
 
 
 @every_mesh
-@every_op
+@every_split_op
 def test_split_equals_whole(op, sizes, partition):
     inputs = random_rows(op, length=400)
     actual, _ = run_sharded(op, "xla", inputs, sizes, partition, AxisType.Auto)
@@ -85,7 +88,7 @@ def test_split_equals_whole(op, sizes, partition):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@every_op
+@every_split_op
 def test_packed_rows(op, layout):
     ids = np.stack([np.repeat(*np.transpose(runs)) for runs in layout])
     inputs, packing = random_rows(op), {"segment_ids": ids}
@@ -94,7 +97,7 @@ def test_packed_rows(op, layout):
     check(actual, reference(op, inputs | packing, **options), 1e-5)
 
 
-@every_op
+@every_split_op
 def test_any_documents(op):
     """Rows of eight stretches of three tokens, with documents and padding of any length."""
     rng = np.random.default_rng(0)
@@ -108,7 +111,7 @@ def test_any_documents(op):
         check(actual, reference(op, packed, **options), 1e-5)
 
 
-@every_op
+@every_split_op
 def test_one_document_a_row_has_a_state(op):
     ids = np.pad(np.full((2, 90), 7), [(0, 0), (50, 20)])
     inputs = random_rows(op) | {"segment_ids": ids}
@@ -123,7 +126,7 @@ def test_one_document_a_row_has_a_state(op):
 
 
 @pytest.mark.parametrize("offsets", [[0, 30, 90, 160], [0, 0, 40, 40, 120, 130]])
-@every_op
+@every_split_op
 def test_cu_seqlens(op, offsets):
     inputs = random_rows(op, batch=1) | {"cu_seqlens": np.array(offsets)}
     options = {"output_final_state": False}
@@ -160,7 +163,7 @@ def test_bfloat16(op):
     check(actual, reference(op, inputs, "bfloat16"), 5e-3)
 
 
-@every_op
+@pytest.mark.parametrize("op", OPS_WITH_KERNELS, ids=lambda op: op.name)
 def test_only_maps_move(op):
     """For 2 x 4 v5e chips: one collective forward and one backward, of M and E a head."""
     mesh = pod("v5e", "2x4", {"sequence": 4, "tensor": 2}, AxisType.Explicit)

@@ -9,6 +9,7 @@ import pytest
 
 from .cases import (
     GDN,
+    GLA,
     KDA,
     OP_IDS,
     OP_IMPLEMENTATIONS,
@@ -25,6 +26,12 @@ from .cases import (
 every_implementation = pytest.mark.parametrize(
     ("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS
 )
+
+
+def every_implementation_of(*ops):
+    cases = [case for case in OP_IMPLEMENTATIONS if case[0] in ops]
+    ids = [f"{op.name}-{implementation}" for op, implementation in cases]
+    return pytest.mark.parametrize(("op", "implementation"), cases, ids=ids)
 
 
 # --- accuracy ---------------------------------------------------------------------------------
@@ -181,23 +188,25 @@ def test_beta_zero_has_its_gradient(op):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", KDA.implementations)
-def test_kda_dg_is_right_where_it_is_tiny(implementation, dtype):
-    inputs = constant_decay(-20.0, KDA)
+@every_implementation_of(KDA, GLA)
+def test_dg_per_channel_is_right_where_it_is_tiny(op, implementation, dtype):
+    inputs = constant_decay(-20.0, op)
     inputs["initial_state"] *= 0
-    actual = evaluate(KDA, implementation, inputs, dtype=dtype)["dg"]
-    expected = reference(KDA, inputs, dtype)["dg"]
-    assert np.abs(expected).max() < 1e-8
+    actual = evaluate(op, implementation, inputs, dtype=dtype)["dg"]
+    expected = reference(op, inputs, dtype)["dg"]
+    assert np.abs(expected).max() < 1e-7
     assert relative_error(actual, expected) < 1e-2
 
 
-@pytest.mark.parametrize("implementation", KDA.implementations)
-def test_kda_without_decay_is_the_gated_delta_rule(implementation):
-    inputs = random_inputs(KDA)
-    inputs["g"] = np.zeros_like(inputs["g"])
-    actual = evaluate(KDA, implementation, inputs)
+@every_implementation_of(KDA, GLA)
+def test_the_same_decay_for_all_channels_is_one_number_a_head(op, implementation):
+    inputs = random_inputs(op)
+    per_head = inputs["g"][..., 0]
+    inputs["g"] = np.broadcast_to(per_head[..., None], inputs["g"].shape)
+    actual = evaluate(op, implementation, inputs)
     actual["dg"] = actual["dg"].sum(-1)
-    check(actual, reference(GDN, inputs | {"g": inputs["g"][..., 0]}), 1e-5)
+    scalar = {KDA: GDN, GLA: SIMPLE_GLA}[op]
+    check(actual, reference(scalar, inputs | {"g": per_head}), 1e-5)
 
 
 @pytest.mark.parametrize("length", [7, 50, 63, 64, 65])

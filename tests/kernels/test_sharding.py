@@ -11,7 +11,17 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.tpu_compiler import compile_for, pod
 
-from .cases import OP_IDS, OP_IMPLEMENTATIONS, OPS, random_inputs, reference, relative_error
+from .cases import (
+    GLA,
+    OP_IDS,
+    OP_IMPLEMENTATIONS,
+    OPS,
+    OPS_WITH_KERNELS,
+    SPLIT_OPS,
+    random_inputs,
+    reference,
+    relative_error,
+)
 
 COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\b"
 
@@ -88,8 +98,9 @@ def run_sharded(op, implementation, inputs, sizes, partition, axis_type, **optio
 @pytest.mark.parametrize(
     ("op", "implementation", "mesh"),
     [(*case, "rows and heads") for case in OP_IMPLEMENTATIONS]
-    + [(op, "xla", "heads") for op in OPS],
-    ids=[f"{case}-rows and heads" for case in OP_IDS] + [f"{op.name}-xla-heads" for op in OPS],
+    + [(op, "xla", "heads") for op in SPLIT_OPS],
+    ids=[f"{case}-rows and heads" for case in OP_IDS]
+    + [f"{op.name}-xla-heads" for op in SPLIT_OPS],
 )
 def test_sharded_equals_unsharded(op, implementation, mesh, axis_type):
     sizes, partition = MESHES[mesh]
@@ -181,7 +192,7 @@ def test_explicit_shardings_must_agree(op):
             op.chunk(q, *rest)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPS_WITH_KERNELS, ids=lambda op: op.name)
 def test_kernels_on_auto_axes_need_a_partition(op):
     with (
         jax.set_mesh(make_mesh({"data": 2}, AxisType.Auto)),
@@ -190,7 +201,7 @@ def test_kernels_on_auto_axes_need_a_partition(op):
         op.chunk(*tokens_of(op, batch=2), implementation="pallas_tpu")
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPS_WITH_KERNELS, ids=lambda op: op.name)
 def test_plain_jax_in_place_of_kernels_is_told(op):
     mesh = pod("v5e", "2x2", {"data": 4})
     tokens = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens_of(op, batch=4)]
@@ -201,8 +212,15 @@ def test_plain_jax_in_place_of_kernels_is_told(op):
         jax.jit(op.chunk).trace(*tokens)
 
 
+def test_nothing_is_told_where_there_is_no_kernel():
+    mesh = pod("v5e", "2x2", {"data": 4})
+    tokens = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens_of(GLA, batch=4)]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.jit(GLA.chunk).trace(*tokens)
+
+
 @every_axis_type
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPS_WITH_KERNELS, ids=lambda op: op.name)
 def test_compiles_for_a_pod_without_collectives(op, axis_type):
     """Forward and backward for 2 x 4 v5e chips, rows over one axis and heads over the other."""
     mesh = pod("v5e", "2x4", {"data": 4, "tensor": 2}, axis_type)

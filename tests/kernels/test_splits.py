@@ -12,9 +12,22 @@ from gla_layers.kernels.splits import SHORTEST_SPLIT, splits_that_pay
 from gla_layers.kernels.tpu import tuning
 from tests.programs import equations
 
-from .cases import GDN, KDA, OPS, check, evaluate, random_inputs, reference, relative_error
+from .cases import (
+    GDN,
+    KDA,
+    OP_IDS,
+    OP_IMPLEMENTATIONS,
+    OPS,
+    SPLIT_OPS,
+    check,
+    evaluate,
+    random_inputs,
+    reference,
+    relative_error,
+)
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+every_split_op = pytest.mark.parametrize("op", SPLIT_OPS, ids=lambda op: op.name)
 
 # Segment ids of two rows of three stretches of 128 tokens, each as runs of (id, tokens).
 LAYOUTS = {
@@ -33,8 +46,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
-@every_op
+@pytest.mark.parametrize(("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS)
 def test_split_equals_whole(op, implementation):
     """Outputs, states and gradients; the last of three stretches is cut short."""
     inputs = random_inputs(op, length=360, value_heads=1, key_size=128, value_size=128)
@@ -43,7 +55,7 @@ def test_split_equals_whole(op, implementation):
     check(actual, reference(op, inputs, **options), 1e-5)
 
 
-@every_op
+@every_split_op
 def test_packed_rows(op):
     inputs = random_inputs(op, batch=2, length=360, key_size=16, value_size=8)
     options = {"output_final_state": False}
@@ -58,7 +70,7 @@ def test_packed_rows(op):
         check(actual, reference(op, packed, **options), 1e-5)
 
 
-@every_op
+@every_split_op
 def test_one_document_a_row_has_a_state(op):
     inputs = random_inputs(op, batch=2, length=360, key_size=16, value_size=8)
     inputs["segment_ids"] = np.pad(np.full((2, 150), 7), [(0, 0), (140, 70)])
@@ -113,7 +125,7 @@ def test_packed_rows_without_gradients(op):
 
 
 @pytest.mark.parametrize("keys", ["random", "alike", "repeated"])
-@every_op
+@every_split_op
 def test_bfloat16(op, keys):
     """The errors that whole rows may have."""
     inputs = random_inputs(op, length=360, key_size=128, value_size=128)

@@ -101,6 +101,13 @@ def test_none_means_pallas_on_a_tpu_and_xla_elsewhere(op):
     assert "tpu_custom_call" not in jax.jit(forward).lower(arguments).as_text()
 
 
+def test_without_a_kernel_none_means_xla_on_a_tpu():
+    case = small("gla")
+    arguments = case.arguments()
+    program = compile_for("v5e", case.forward_and_backward(None), arguments, arguments["v"])
+    assert "tpu_custom_call" not in program.as_text()
+
+
 # --- precision --------------------------------------------------------------------------------
 
 

@@ -1,0 +1,143 @@
+"""GLA: gated linear attention with a decay per key channel."""
+
+from typing import Unpack
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from . import arguments, reference
+from .operation import CallOptions, Operation
+from .recurrent import RecurrentOperation
+from .xla import gla as xla
+
+_chunk = Operation("chunk_gla", reference.gla, {"xla": xla.implementation})
+_recurrent = RecurrentOperation("recurrent_gla", reference.gla)
+
+
+def chunk_gla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "B *N HV K V"] | None = None,
+    output_final_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, " N+1"] | None = None,
+    max_num_segments: int | None = None,
+    qk_l2norm: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | None = None,
+    num_splits: int | None = None,
+    partition: PartitionSpec | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
+    """Run gated linear attention with a decay per key channel over whole sequences.
+
+    Per batch row and value head, with a state `S` `[K, V]`:
+
+        S <- diag(exp(g_t)) S + k_t v_t^T
+        o_t = S^T (scale q_t)
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`, HV a multiple of H; value head j reads key head `j // (HV // H)`.
+        g: natural-log decay per token and key channel `[B, T, HV, K]`, at most 0 and down to
+            -inf. A value above 0 acts as 0 and gets gradient 0.
+        scale: multiplies q; `K**-0.5` by default.
+        initial_state: `[B, HV, K, V]`, with packing the state of each row's first document; or,
+            with packing, `[B, N, HV, K, V]`, one for each document.
+        output_final_state: whether to return the state after the last token, with packing after
+            each document's last.
+        segment_ids: packing: the state starts afresh where the id differs from the token before;
+            0 is padding, which gives `o = 0` and leaves the state alone.
+        cu_seqlens: packing in the other notation, for `B = 1`: document n holds the tokens from
+            `cu_seqlens[n]` up to `cu_seqlens[n + 1]`. An empty document keeps its state. Offsets
+            that turn out, in a traced call, not to rise from 0 to at most T give NaN throughout.
+        max_num_segments: documents a row to return states for, with `segment_ids`. A row that
+            turns out, in a traced call, to hold more gets NaN states.
+        qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
+        precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
+            and float32-accurate dots for anything else.
+        implementation: "xla", which None means too, or "reference" (token by token). There is no
+            TPU kernel for this op: a TPU runs the plain JAX of any other backend.
+        num_splits: stretches that each row is cut into, which a core then works on side by side;
+            1 leaves rows whole, as None does. A row then has one state.
+        partition: how `[B, T, heads]` are split over the mesh in context. With Explicit axes the
+            arrays' types tell it; with Auto ones the compiler decides without it. H and HV are
+            both to divide by the size of the heads' axes. Devices along the axes of T exchange one
+            map `[K, K + V]` a head, forward and backward; a row then has one state.
+
+    Returns:
+        The outputs `[B, T, HV, V]` in v's dtype; and the final state in float32, `[B, HV, K, V]`
+        or with packing `[B, N, HV, K, V]`, or None without `output_final_state`.
+
+    Raises:
+        ValueError: an argument's shape, dtype or combination is wrong.
+
+    Note:
+        No token sees a later one or another document, as long as all inputs but g are finite: what
+        is not (a NaN in g included) may reach all tokens of its row from 127 before it on, as
+        matrix products multiply it by 0.
+
+    Source: Yang et al., "Gated Linear Attention Transformers" (arXiv:2312.06635). The chunked form
+    is exact for any decay.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from gla_layers.kernels import chunk_gla
+    >>> q = k = jnp.ones((1, 5, 2, 16))
+    >>> v = jnp.ones((1, 5, 4, 32))
+    >>> g = jnp.full((1, 5, 4, 16), -0.1)
+    >>> o, state = chunk_gla(q, k, v, g, output_final_state=True)
+    >>> o.shape, state.shape
+    ((1, 5, 4, 32), (1, 4, 16, 32))
+    """
+    return _chunk(
+        _tokens(q, k, v, g),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        max_num_segments=max_num_segments,
+        qk_l2norm=qk_l2norm,
+        precision=precision,
+        implementation=implementation,
+        num_splits=num_splits,
+        partition=partition,
+    )
+
+
+def recurrent_gla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    **options: Unpack[CallOptions],
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
+    """`chunk_gla` one token after another, for a few tokens from a state (decoding).
+
+    Takes the same arguments, makes the same promises and computes in float32.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from gla_layers.kernels import recurrent_gla
+    >>> q = k = v = jnp.ones((1, 1, 2, 16))
+    >>> g = jnp.full((1, 1, 2, 16), -0.1)
+    >>> state = jnp.zeros((1, 2, 16, 16))
+    >>> o, state = recurrent_gla(
+    ...     q, k, v, g, initial_state=state, output_final_state=True)
+    >>> o.shape, state.shape
+    ((1, 1, 2, 16), (1, 2, 16, 16))
+    """
+    return _recurrent(_tokens(q, k, v, g), **options)
+
+
+def _tokens(q, k, v, g):
+    arguments.check_tokens(q, k, v, g=(g, True))
+    return q, k, v, g
