@@ -1,7 +1,8 @@
 """Train a model that train_lm.py has trained to tell kinds of documents apart.
 
-A linear head over the classes takes the place of the one over tokens, and reads the last token of
-each document, which has seen all of it. The last line of output is one JSON object.
+A linear head over the classes takes the place of the one over tokens, and reads the mean over the
+tokens of each document: the last one has seen all of it, but what it holds is for the next byte.
+The last line of output is one JSON object.
 """
 
 import devices  # noqa: F401, I001  before JAX
@@ -100,7 +101,8 @@ class Classifier(nnx.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x, _ = layer(x, None, segment_ids)
-        return self.head(self.norm(x[:, -1])).astype(jnp.float32)
+        mean = jnp.mean(self.norm(x), axis=1, where=segment_ids[..., None] != 0)
+        return self.head(mean).astype(jnp.float32)
 
 
 def main() -> None:

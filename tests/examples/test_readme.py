@@ -1,4 +1,4 @@
-"""The README's section on several devices, run with a model that compiles in a moment."""
+"""The commands and the code of the README, run with a model that compiles in a moment."""
 
 import json
 import re
@@ -6,10 +6,13 @@ import shlex
 import sys
 from pathlib import Path
 
+import classify
 import finetune
+import generate
 import jax
 import numpy as np
 import pytest
+import recall
 import train_lm
 from flax import nnx
 
@@ -17,11 +20,39 @@ from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig, langu
 from tests.examples import small_train_lm
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "README.md").read_text().split("## Train on several devices")[1].split("\n## ")[0]
+README = (ROOT / "README.md").read_text()
+TRY = README.split("## Try it")[1].split("\n## ")[0]
+SECTION = README.split("## Train on several devices")[1].split("\n## ")[0]
 DEVICES = jax.devices()
-SCRIPTS = {"examples/train_lm.py": train_lm, "examples/finetune.py": finetune}
+SCRIPTS = {
+    f"examples/{script.__name__}.py": script
+    for script in (train_lm, generate, finetune, recall, classify)
+}
 SMALLER = "--steps 2 --sequence-length 32 --sample-bytes 2 --held-out-bytes 64"
+SMALLER_OF = {
+    "examples/train_lm.py": SMALLER,
+    "examples/generate.py": "--max-new-tokens 2",
+    "examples/finetune.py": SMALLER,
+    "examples/recall.py": "--steps 2 --eval-every 2 --head-dim 8",
+    "examples/classify.py": "--steps 2 --batch-size 2 --document-bytes 31 --held-out-bytes 512",
+}
 HEADS = {"mixer_options": {"gated_deltanet": {"num_heads": 2, "head_dim": 8}}}
+
+
+@pytest.mark.slow
+def test_commands_to_try(tmp_path, monkeypatch, capsys):
+    preset = small_train_lm.PRESETS["tiny"] | {"num_layers": 4}
+    monkeypatch.setattr(language_model_config, "PRESETS", {"tiny": preset})
+    for name in ("LICENSE", "docs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```sh\n(.*?)```", TRY, re.DOTALL)
+    commands = re.findall(r"(examples/\S+\.py)(.*)", "".join(blocks).replace("\\\n", ""))
+    for script, options in commands:
+        arguments = [*shlex.split(options), *SMALLER_OF[script].split()]
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        SCRIPTS[script].main()
+    assert [script for script, _ in commands] == list(SMALLER_OF)
 
 
 @pytest.mark.slow
