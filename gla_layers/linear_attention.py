@@ -218,7 +218,9 @@ class LinearAttention(nnx.Module):
             "max_num_segments": None if segment_ids is None else 1,
         }
         if x.shape[1] <= RECURRENT_LENGTH and not splits_time(self.sharding.tokens):
-            o, recurrent = self._recurrent(*tokens, **options)
+            one_token = x.shape[1] == 1 and segment_ids is None
+            implementation = self.implementation if one_token else None
+            o, recurrent = self._recurrent(*tokens, implementation=implementation, **options)
         else:
             o, recurrent = self._chunk(*tokens, implementation=self.implementation, **options)
         return o, recurrent if segment_ids is None else recurrent[:, 0]

@@ -84,8 +84,9 @@ def chunk_kda(
             `[K, K + V]` a head, forward and backward; a row then has one state.
 
     Returns:
-        The outputs `[B, T, HV, V]` in v's dtype; and the final state in float32, `[B, HV, K, V]`
-        or with packing `[B, N, HV, K, V]`, or None without `output_final_state`.
+        The outputs `[B, T, HV, V]` in v's dtype; and the final state, `[B, HV, K, V]` or with
+        packing `[B, N, HV, K, V]`, in float32 (float64 of float64 arguments), or None without
+        `output_final_state`.
 
     Raises:
         ValueError: an argument's shape, dtype or combination is wrong.

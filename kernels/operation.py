@@ -159,7 +159,7 @@ class Operation:
         if num_documents is not None:
             initial_state = _per_document(initial_state, num_documents)
         if batch == 0 or length == 0:
-            states = initial_state.astype(jnp.float32)
+            states = initial_state.astype(jnp.promote_types(v.dtype, jnp.float32))
             return jnp.zeros_like(v), states if output_final_state else None
         if options.time:
             o, states = self._one_stretch(options, tokens, initial_state, segment_ids, cu_seqlens)

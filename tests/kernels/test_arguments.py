@@ -257,6 +257,20 @@ def test_float64_is_for_the_reference(op):
             op.chunk(**tokens)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_no_tokens_leave_a_state_of_the_same_type(op, dtype):
+    with jax.enable_x64(True):
+        tokens = {name: x.astype(dtype) for name, x in good_call(op).items()}
+        for length in (0, 1):
+            _, state = op.chunk(
+                **{name: x[:, :length] for name, x in tokens.items()},
+                output_final_state=True,
+                implementation="reference",
+            )
+            assert state.dtype == jnp.promote_types(dtype, jnp.float32)
+
+
 def test_a_kernel_that_does_not_exist():
     with pytest.raises(ValueError, match=r"'pallas_tpu' does not exist for chunk_gla; .*'xla'\]"):
         GLA.chunk(**good_call(GLA), implementation="pallas_tpu")

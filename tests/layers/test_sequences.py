@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.programs import equations
+
 from .mixers import (
     HIDDEN,
     MIXERS,
@@ -152,6 +154,15 @@ def test_decoding_goes_on_from_a_padded_prefill(name):
         y, state = run(layer, token, state)
         assert difference(y[0, 0], whole[0, 7 + step]) < ROUNDING
         assert difference(y[1, 0], whole[1, 9 + step]) < ROUNDING
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+def test_decoding_is_by_the_layers_implementation(implementation):
+    layer = make("gdn", head_dim=128, implementation=implementation)
+    arguments = layer, inputs(1, 1), empty_state(layer, 1)
+    program = jax.make_jaxpr(run)(*arguments).jaxpr
+    kernels = {x.params["name"] for x in equations(program) if x.primitive.name == "pallas_call"}
+    assert ("one_token" in kernels) == (implementation is None)
 
 
 @either_kind
