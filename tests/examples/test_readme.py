@@ -33,7 +33,7 @@ SMALLER_OF = {
     "examples/train_lm.py": SMALLER,
     "examples/generate.py": "--max-new-tokens 2",
     "examples/finetune.py": SMALLER,
-    "examples/recall.py": "--steps 2 --eval-every 2 --head-dim 8",
+    "examples/recall.py": "--mixer simple_gla --steps 2 --eval-every 2 --head-dim 8",
     "examples/classify.py": "--steps 2 --batch-size 2 --document-bytes 31 --held-out-bytes 512",
 }
 HEADS = {"mixer_options": {"gated_deltanet": {"num_heads": 2, "head_dim": 8}}}
