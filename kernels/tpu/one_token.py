@@ -29,6 +29,7 @@ from ..numerics import storage_dtype
 from ..xla import one_token as xla
 from .blocks import LANES, SUBLANES, heads_per_block
 from .call import pallas_call
+from .norm import normalize
 
 STATE_BYTES = 2 << 20
 """Of a grid step's states: read and written, each twice, they take half of a v4's vector memory."""
@@ -156,10 +157,8 @@ def _step(sizes, options, per_channel, states, q, k, v, g, *rest):
 
 def _keys(sizes, options, ref, head):
     """Keys or queries of a value head, in float32."""
-    x = _head(ref, head // sizes.group, sizes.key_size).astype(jnp.float32)
-    if not options.qk_l2norm:
-        return x
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6)
+    x = _head(ref, head // sizes.group, sizes.key_size)
+    return normalize(x)[0] if options.qk_l2norm else x.astype(jnp.float32)
 
 
 def _head(ref, head, size):
