@@ -75,6 +75,20 @@ def test_commands_for_simulated_devices(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_command_that_was_timed_on_a_gpu(tmp_path, monkeypatch, capsys):
+    presets = dict.fromkeys(("tiny", "100m"), small_train_lm.PRESETS["tiny"])
+    monkeypatch.setattr(language_model_config, "PRESETS", presets)
+    monkeypatch.chdir(tmp_path)
+    (options,) = re.findall(r"examples/train_lm\.py (--preset 100m .*?)```", README, re.DOTALL)
+    license = str(ROOT / "LICENSE")
+    options = options.replace("\\\n", "").replace("/usr/lib/python3.12/*.py", license)
+    arguments = [*shlex.split(options), *SMALLER.split()]
+    monkeypatch.setattr(sys, "argv", ["examples/train_lm.py", *arguments])
+    train_lm.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["final_step"] == 2
+
+
 def test_a_training_loop_of_ones_own():
     (code,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     config = LanguageModelConfig(
