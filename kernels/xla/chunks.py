@@ -205,7 +205,7 @@ def _inverse_norm(x):
 
 
 def carry_states(
-    step, states, added, inputs, chunk_document, *, reverse=False
+    step, states, added, inputs, chunk_document, entered_dtype, *, reverse=False
 ) -> tuple[Float[Array, "B N HV K V"], Float[Array, "B H R chunks K V"]]:
     """Carry the states of documents over the chunks: S <- step(S, *inputs of n) + added of n.
 
@@ -218,6 +218,7 @@ def carry_states(
         added: [B, H, R, chunks, K, V], float32.
         inputs: arrays [B, H, R, chunks, ...].
         chunk_document: [B, chunks], the state that each chunk reads and updates; None: the one.
+        entered_dtype: of the states that are returned for each chunk.
         reverse: from the last chunk to the first.
 
     Returns:
@@ -232,8 +233,8 @@ def carry_states(
         state = states[:, 0] if document is None else states[row, document]
         new_state = step(state, *inputs) + added
         if document is None:
-            return new_state[:, None], state
-        return states.at[row, document].set(new_state), state
+            return new_state[:, None], state.astype(entered_dtype)
+        return states.at[row, document].set(new_state), state.astype(entered_dtype)
 
     if chunk_document is not None:
         chunk_document = chunk_document.T
@@ -260,11 +261,16 @@ def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "
     """
     size = m.shape[-1]
     row, column = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
-    t = jnp.broadcast_to(jnp.eye(size), m.shape)
-    half = 1
-    while half < size:
+
+    def joining(half, x):
         joins = (row // half == column // half + 1) & (row // (2 * half) == column // (2 * half))
-        t = t - _multiply(dots, t, _multiply(dots, jnp.where(joins, m, 0), t))
+        return jnp.where(joins, x, 0)
+
+    t = jnp.eye(size) - joining(1, m)
+    half = 2
+    while half < size:
+        # T joins no halves yet, so L need not be cut out of M before the products.
+        t -= joining(half, _multiply(dots, t, _multiply(dots, m, t)))
         half *= 2
     product = dots.fine("...ij,...jk->...ik", m, t)
     return t + _multiply(dots, t, jnp.eye(size) - t - product)

@@ -68,8 +68,7 @@ def forward(options, states, tokens, documents, chunk_document):
     added = dots("...ik,...iv->...kv", written, v)
     inputs = (forgotten, decay.passing[..., None])
     step = forget(dots)
-    new_states, entered = carry_states(step, states, added, inputs, chunk_document)
-    entered = entered.astype(storage)
+    new_states, entered = carry_states(step, states, added, inputs, chunk_document, storage)
 
     x = (v - entering * dots("...ik,...kv->...iv", k, entered)).astype(storage)
     u = dots.fine("...ij,...jv->...iv", inverse, x)
@@ -106,7 +105,9 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     added -= dots("...ik,...iv->...kv", read, du)
     inputs = (forgotten, decay.passing[..., None])
     step = forget(dots)
-    dstates, dleft = carry_states(step, dstates, added, inputs, chunk_document, reverse=True)
+    dstates, dleft = carry_states(
+        step, dstates, added, inputs, chunk_document, jnp.float32, reverse=True
+    )
     du_state = leaving * dots.fine("...jk,...kv->...jv", k, dleft)
     du += du_state
     dx = dots.fine("...ji,...iv->...jv", inverse, du.astype(dots.dtype))

@@ -45,8 +45,7 @@ def forward(options, states, tokens, documents, chunk_document):
 
     added = dots("...ik,...iv->...kv", k * decay.leaving, v)
     inputs = (decay.passing[..., None],)
-    new_states, entered = carry_states(jnp.multiply, states, added, inputs, chunk_document)
-    entered = entered.astype(storage)
+    new_states, entered = carry_states(jnp.multiply, states, added, inputs, chunk_document, storage)
     attention = pair_products(q, k, dots("...ik,...jk->...ij", q, k), decay, dots)
     attention = attention.astype(storage)
     rows = jnp.concatenate([attention, q * decay.entering], axis=-1)
@@ -69,9 +68,8 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     added = dots("...ik,...iv->...kv", q * decay.entering, do)
     inputs = (decay.passing[..., None],)
     dstates, dleft = carry_states(
-        jnp.multiply, dstates, added, inputs, chunk_document, reverse=True
+        jnp.multiply, dstates, added, inputs, chunk_document, dots.dtype, reverse=True
     )
-    dleft = dleft.astype(dots.dtype)
 
     dv = dots("...ij,...iv->...jv", attention, do)
     dv += dots("...ik,...kv->...iv", k * decay.leaving, dleft)

@@ -63,8 +63,7 @@ def forward(options, states, tokens, documents, chunk_document):
     added = dots("...ik,...iv->...kv", written, beta * v)
     inputs = (forgotten.astype(dots.dtype), decay.passing)
     step = forget(dots)
-    new_states, entered = carry_states(step, states, added, inputs, chunk_document)
-    entered = entered.astype(storage)
+    new_states, entered = carry_states(step, states, added, inputs, chunk_document, storage)
 
     x = beta * (v - dots("...ik,...kv->...iv", read, entered))
     u = dots.fine("...ij,...jv->...iv", inverse, x.astype(dots.dtype)).astype(storage)
@@ -99,8 +98,9 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     added -= dots("...ik,...iv->...kv", w, du)
     inputs = (forgotten.astype(dots.dtype), decay.passing)
     step = forget(dots)
-    dstates, dleft = carry_states(step, dstates, added, inputs, chunk_document, reverse=True)
-    dleft = dleft.astype(dots.dtype)
+    dstates, dleft = carry_states(
+        step, dstates, added, inputs, chunk_document, dots.dtype, reverse=True
+    )
 
     du += dots("...ik,...kv->...iv", kept, dleft)
     de = dots.fine("...ji,...iv->...jv", inverse, du.astype(dots.dtype))

@@ -46,8 +46,7 @@ def forward(options, states, tokens, documents, chunk_document):
 
     added = dots("...jk,...jv->...kv", decay.leaving[..., None] * k, v)
     inputs = (decay.passing[..., None, None],)
-    new_states, entered = carry_states(jnp.multiply, states, added, inputs, chunk_document)
-    entered = entered.astype(storage)
+    new_states, entered = carry_states(jnp.multiply, states, added, inputs, chunk_document, storage)
     attention = dots("...ik,...jk->...ij", q, k) * decay.between
     attention = computed_once(attention.astype(dots.dtype))
     o = dots("...ij,...jv->...iv", attention, v)
@@ -69,9 +68,8 @@ def backward(options, dstates, tokens, documents, chunk_document, residuals, do)
     added = dots("...ik,...iv->...kv", entering * q, do)
     inputs = (decay.passing[..., None, None],)
     dstates, dleft = carry_states(
-        jnp.multiply, dstates, added, inputs, chunk_document, reverse=True
+        jnp.multiply, dstates, added, inputs, chunk_document, dots.dtype, reverse=True
     )
-    dleft = dleft.astype(dots.dtype)
     attention = dots("...ik,...jk->...ij", q, k) * decay.between
     attention = computed_once(attention.astype(dots.dtype))
     dattention = (dots("...iv,...jv->...ij", do, v) * decay.between).astype(dots.dtype)
