@@ -211,7 +211,11 @@ def _arrays(training: Training) -> dict[str, nnx.State]:
 
 
 def _metadata(checkpoint: Path) -> Mapping[str, Any]:
-    return ocp.metadata(checkpoint, checkpointable_name="model").custom_metadata
+    metadata = ocp.metadata(checkpoint, checkpointable_name="model").custom_metadata or {}
+    missing = {"checksums", "data"} - metadata.keys()
+    if missing:
+        raise ValueError(f"the metadata saved with it hold no {' and no '.join(sorted(missing))}")
+    return metadata
 
 
 def _check_numbers(parts: Mapping[str, Any], checkpoint: Path) -> None:

@@ -122,6 +122,16 @@ def test_the_best_one_stays_too(tmp_path):
         assert sorted(path.name for path in directory.iterdir()) == ["2", "5"]
 
 
+@pytest.mark.parametrize("content", ["", "{}", "not JSON"])
+def test_damaged_metadata_are_told(content, tmp_path, capfd):
+    directory = tmp_path / "checkpoints"
+    save(directory, {3, 4})
+    (directory / "4" / "_CHECKPOINT_METADATA").write_text(content)
+    assert restore(directory, make_training(seed=1)) == 3
+    message = capfd.readouterr().err
+    assert "ValueError: the metadata saved with it hold no checksums and no data" in message
+
+
 @pytest.mark.parametrize("how", ["flipped", "shortened"])
 def test_a_damaged_checkpoint_is_moved_aside_for_the_one_before(how, tmp_path, capfd):
     directory = tmp_path / "checkpoints"
