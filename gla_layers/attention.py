@@ -4,6 +4,8 @@ Position is rotary, counted from the document's start, on all channels of a head
 none.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -51,9 +53,9 @@ class Attention(SoftmaxAttention):
         use_gate: bool = False,
         norm_eps: float = 1e-6,
         zero_centered_norms: bool = False,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        precision: jax.lax.Precision | str | None = None,
         kernel_init: nnx.Initializer = default_kernel_init,
         sharding: ShardingConfig = UNANNOTATED,
         rngs: nnx.Rngs,
@@ -129,7 +131,7 @@ class Attention(SoftmaxAttention):
         self.rope_theta = rope_theta
         self.rotary_dim = rotary_dim
         self.qk_norm = qk_norm
-        into = {"spec": sharding.in_kernel, "rngs": rngs}
+        into: dict[str, Any] = {"spec": sharding.in_kernel, "rngs": rngs}
         self.q_proj = self._linear(hidden_size, features, **into, use_bias=qkv_bias)
         self.k_proj = self._linear(hidden_size, kv_features, **into, use_bias=qkv_bias)
         self.v_proj = self._linear(hidden_size, kv_features, **into, use_bias=qkv_bias)

@@ -22,7 +22,7 @@ def chunked_cross_entropy(
     targets: Int[Array, "B T"],
     *,
     chunk_size: int = 128,
-    precision: jax.lax.PrecisionLike = None,
+    precision: jax.lax.Precision | str | None = None,
 ) -> Float[Array, "B T"]:
     """Cross-entropy of every position in nats, with `[B, chunk_size, vocab]` logits at a time.
 

@@ -5,7 +5,6 @@ A TPU's compiler takes one row for a product on the vector unit: 105 thousand cy
 the matrix unit, in 35.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -27,7 +26,10 @@ def dot_general(
         dimension_numbers: of a product over the last axis of x, as `flax.nnx.Linear` has it.
         **options: of `jax.lax.dot_general`.
     """
-    product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers, **options)
+
+    def product(x: Array, kernel: Array) -> Array:
+        return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
+
     if x.ndim == 1 or x.size != x.shape[-1]:
         return product(x, kernel)
 

@@ -4,6 +4,8 @@ g_t    = -exp(A_log) softplus(a_proj(x_t) + dt_bias)        per value head
 beta_t = sigmoid(b_proj(x_t)), doubled with allow_neg_eigval
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -66,9 +68,9 @@ class GatedDeltaNet(LinearAttention):
         conv_bias: bool = False,
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        precision: jax.lax.Precision | str | None = None,
         kernel_init: nnx.Initializer = default_kernel_init,
         sharding: ShardingConfig = UNANNOTATED,
         implementation: str | None = None,
@@ -154,7 +156,11 @@ class GatedDeltaNet(LinearAttention):
             rngs=rngs,
         )
         self.allow_neg_eigval = allow_neg_eigval
-        per_head = {"spec": sharding.in_kernel, "rngs": rngs, "preferred_element_type": jnp.float32}
+        per_head: dict[str, Any] = {
+            "spec": sharding.in_kernel,
+            "rngs": rngs,
+            "preferred_element_type": jnp.float32,
+        }
         self.a_proj = self._linear(hidden_size, num_v_heads, **per_head)
         self.b_proj = self._linear(hidden_size, num_v_heads, **per_head)
         vector = metadata(sharding.features)

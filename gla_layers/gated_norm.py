@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -37,7 +38,7 @@ class GatedRMSNorm(nnx.Module):
         epsilon: float = 1e-5,
         use_scale: bool = True,
         activation: str = "swish",
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         implementation: str | None = None,
         rngs: nnx.Rngs,

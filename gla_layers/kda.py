@@ -5,6 +5,8 @@ g_t    = -exp(A_log) softplus(f_proj(x_t) + dt_bias)                    per valu
 beta_t = sigmoid(b_proj(x_t)), doubled with allow_neg_eigval
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -68,9 +70,9 @@ class KDA(LinearAttention):
         lower_bound: float | None = None,
         gate_bias: bool = True,
         norm_eps: float = 1e-5,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        precision: jax.lax.Precision | str | None = None,
         kernel_init: nnx.Initializer = default_kernel_init,
         sharding: ShardingConfig = UNANNOTATED,
         implementation: str | None = None,
@@ -168,7 +170,7 @@ class KDA(LinearAttention):
         self.allow_neg_eigval = allow_neg_eigval
         self.lower_bound = lower_bound
         decays = num_v_heads * head_dim
-        wide = {"preferred_element_type": jnp.float32}
+        wide: dict[str, Any] = {"preferred_element_type": jnp.float32}
         self.f_proj = self._bottleneck(decays, rngs, **wide)
         self.b_proj = self._linear(hidden_size, num_v_heads, sharding.in_kernel, rngs, **wide)
         self.g_proj = self._bottleneck(num_v_heads * head_v_dim, rngs, use_bias=gate_bias)

@@ -1,6 +1,7 @@
 """A decoder-only language model whose token mixer is chosen layer by layer."""
 
 import functools
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from .language_model_config import MIXERS, LanguageModelConfig
 from .linear_attention import LinearAttention
 from .rms_norm import RMSNorm
 from .sharding import ShardingConfig, metadata, on_auto_axes, spec_of, split_as_x
-from .state import AttentionState, LinearAttentionState
+from .state import AttentionState, LinearAttentionState, TokenMixer
 
 default_kernel_init = nnx.initializers.normal(0.02)
 default_sharding = ShardingConfig()
@@ -43,9 +44,9 @@ class SwiGLU(nnx.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        precision: jax.lax.Precision | str | None = None,
         kernel_init: nnx.Initializer = default_kernel_init,
         sharding: ShardingConfig = default_sharding,
         rngs: nnx.Rngs,
@@ -109,7 +110,7 @@ class Block(nnx.Module):
 
     def __init__(
         self,
-        mixer: nnx.Module,
+        mixer: TokenMixer,
         mlp: nnx.Module,
         mixer_norm: nnx.Module,
         mlp_norm: nnx.Module,
@@ -164,9 +165,9 @@ class LanguageModel(nnx.Module):
         self,
         config: LanguageModelConfig,
         *,
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        precision: jax.lax.Precision | str | None = None,
         kernel_init: nnx.Initializer = default_kernel_init,
         sharding: ShardingConfig = default_sharding,
         implementation: str | None = None,
@@ -192,7 +193,7 @@ class LanguageModel(nnx.Module):
         """
         if not isinstance(config, LanguageModelConfig):
             raise ValueError(f"config must be a LanguageModelConfig, got {config!r}")
-        arrays = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        arrays: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         matrices = {**arrays, "precision": precision, "kernel_init": kernel_init}
         check_options(**matrices, sharding=sharding, implementation=implementation)
         check_flags(remat=remat)
@@ -256,6 +257,24 @@ class LanguageModel(nnx.Module):
             ValueError: a size is wrong, or max_length is missing where a layer needs it.
         """
         return tuple(layer.mixer.init_state(batch_size, max_length) for layer in self.layers)
+
+    @overload
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        state: None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T vocab"]: ...
+
+    @overload
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        state: State,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T vocab"], State]: ...
 
     def __call__(
         self,

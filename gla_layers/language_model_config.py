@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
-from flax import nnx
 from flax.core import FrozenDict
 
 from .attention import Attention
@@ -19,7 +18,7 @@ from .kernels.arguments import check_flags
 from .latent_attention import LatentAttention
 from .simple_gla import SimpleGLA
 
-MIXERS: Mapping[str, type[nnx.Module]] = MappingProxyType(
+MIXERS: Mapping[str, type[Any]] = MappingProxyType(
     {
         "gated_deltanet": GatedDeltaNet,
         "kda": KDA,

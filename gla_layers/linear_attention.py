@@ -7,7 +7,7 @@ y       = o_proj(norm(o) * act(g_proj(x)))
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from .configuration import check_batch_size, check_options, check_split
 from .dot_general import dot_general
+from .gated_norm import GatedRMSNorm
 from .inputs import check_inputs, check_state, mask_padding
 from .kernels.packing import Packing
 from .kernels.sharding import splits_time
@@ -72,6 +73,8 @@ class LinearAttention(nnx.Module):
     _chunk: ClassVar[Callable[..., Any]]
     _recurrent: ClassVar[Callable[..., Any]]
     _qk_l2norm: ClassVar[bool]
+    o_norm: GatedRMSNorm
+    g_proj: nnx.Linear | Bottleneck | None
 
     def __init__(
         self,
@@ -80,9 +83,9 @@ class LinearAttention(nnx.Module):
         heads: Heads,
         conv_size: int | None,
         conv_bias: bool,
-        dtype: jnp.dtype | None,
-        param_dtype: jnp.dtype,
-        precision: jax.lax.PrecisionLike,
+        dtype: jax.typing.DTypeLike | None,
+        param_dtype: jax.typing.DTypeLike,
+        precision: jax.lax.Precision | str | None,
         kernel_init: nnx.Initializer,
         sharding: ShardingConfig,
         implementation: str | None,
@@ -117,9 +120,9 @@ class LinearAttention(nnx.Module):
         self.k_proj = self._linear(hidden_size, key_features, sharding.in_kernel, rngs)
         self.v_proj = self._linear(hidden_size, value_features, sharding.in_kernel, rngs)
         if conv_size is not None:
-            self.q_conv1d = self._convolution(query_features, conv_bias, rngs)
-            self.k_conv1d = self._convolution(key_features, conv_bias, rngs)
-            self.v_conv1d = self._convolution(value_features, conv_bias, rngs)
+            self.q_conv1d = self._convolution(query_features, conv_size, conv_bias, rngs)
+            self.k_conv1d = self._convolution(key_features, conv_size, conv_bias, rngs)
+            self.v_conv1d = self._convolution(value_features, conv_size, conv_bias, rngs)
         output_features = heads.output * heads.value_size
         self.o_proj = self._linear(output_features, hidden_size, sharding.out_kernel, rngs)
 
@@ -143,6 +146,24 @@ class LinearAttention(nnx.Module):
             convolution=tuple(conv.init_state(batch_size) for conv in self._convolutions()),
             recurrent=jnp.zeros(shape, jnp.float32),
         )
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: LinearAttentionState,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], LinearAttentionState]: ...
 
     @split_as_x
     def __call__(
@@ -248,7 +269,7 @@ class LinearAttention(nnx.Module):
         rngs: nnx.Rngs,
         *,
         use_bias: bool = False,
-        preferred_element_type: jnp.dtype | None = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
     ) -> nnx.Linear:
         return nnx.Linear(
             in_features,
@@ -278,10 +299,12 @@ class LinearAttention(nnx.Module):
             self._linear(rank, out_features, sharding.bottleneck_out_kernel, rngs, **options),
         )
 
-    def _convolution(self, features: int, use_bias: bool, rngs: nnx.Rngs) -> ShortConvolution:
+    def _convolution(
+        self, features: int, kernel_size: int, use_bias: bool, rngs: nnx.Rngs
+    ) -> ShortConvolution:
         return ShortConvolution(
             features,
-            kernel_size=self.conv_size,
+            kernel_size=kernel_size,
             use_bias=use_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,

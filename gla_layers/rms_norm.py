@@ -36,7 +36,7 @@ class RMSNorm(nnx.Module):
         *,
         epsilon: float = 1e-6,
         zero_centered: bool = False,
-        param_dtype: jnp.dtype = jnp.float32,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):

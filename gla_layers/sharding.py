@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 from flax import nnx
@@ -146,7 +146,7 @@ def on_auto_axes(function: Callable[..., Any], out: Any, *arguments: Any) -> Any
     return function(*arguments)
 
 
-def split_as_x(call: Callable[..., Any]) -> Callable[..., Any]:
+def split_as_x[F: Callable[..., Any]](call: F) -> F:
     """A layer's `__call__`; on a mesh with Explicit axes its results are split as x and the state.
 
     The type of x tells how rows and time are split, and `tokens` how heads are.
@@ -168,7 +168,7 @@ def split_as_x(call: Callable[..., Any]) -> Callable[..., Any]:
         out = spec_of(x) if state is None else (spec_of(x), jax.tree.map(spec_of, state))
         return on_auto_axes(body, out, parameters, x, options)
 
-    return call_on_mesh
+    return cast(F, call_on_mesh)
 
 
 def _place(x: Array, spec: P) -> Array:

@@ -6,7 +6,7 @@ first document, the history that the state holds.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,8 @@ class ShortConvolution(nnx.Module):
         kernel_size: int = 4,
         use_bias: bool = False,
         activation: str = "silu",
-        dtype: jnp.dtype | None = None,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
         bias_init: nnx.Initializer = default_bias_init,
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
@@ -114,6 +114,26 @@ class ShortConvolution(nnx.Module):
         """The history of a sequence that has not begun: zeros, in float32."""
         check_batch_size(batch_size)
         return jnp.zeros((batch_size, self.kernel_size - 1, self.features), jnp.float32)
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        partition: PartitionSpec | None = None,
+    ) -> Float[Array, "B T D"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: Float[Array, "B W-1 D"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        partition: PartitionSpec | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B W-1 D"]]: ...
 
     def __call__(
         self,

@@ -6,6 +6,8 @@
 Plain XLA, with the [T, S] logits in memory.
 """
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,6 +30,9 @@ class SoftmaxAttention(nnx.Module):
     `h // (num_heads // num_kv_heads)`.
     """
 
+    o_proj: nnx.Linear
+    g_proj: nnx.Linear | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -36,9 +41,9 @@ class SoftmaxAttention(nnx.Module):
         num_kv_heads: int,
         key_size: int,
         value_size: int,
-        dtype: jnp.dtype | None,
-        param_dtype: jnp.dtype,
-        precision: jax.lax.PrecisionLike,
+        dtype: jax.typing.DTypeLike | None,
+        param_dtype: jax.typing.DTypeLike,
+        precision: jax.lax.Precision | str | None,
         kernel_init: nnx.Initializer,
         sharding: ShardingConfig,
         rngs: nnx.Rngs,
@@ -78,6 +83,24 @@ class SoftmaxAttention(nnx.Module):
             values=jnp.zeros((*slots, self.value_size), dtype),
             length=jnp.zeros((batch_size,), jnp.int32),
         )
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: AttentionState,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], AttentionState]: ...
 
     @split_as_x
     def __call__(

@@ -1,6 +1,7 @@
-"""What a token mixer carries from one call to the next while decoding."""
+"""Token mixers as a model sees them, and what they carry from one call to the next."""
 
 import dataclasses
+from typing import Any, Protocol
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -38,3 +39,19 @@ class AttentionState:
     keys: Float[Array, "B S H D"]
     values: Float[Array, "B S H D"]
     length: Int[Array, " B"]
+
+
+class TokenMixer(Protocol):
+    """A module that mixes the tokens of a row: any of this library's, or one of your own."""
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
+        """The state of rows that have not begun."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        state: Any = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Any:
+        """The outputs `[B, T, D]`; with a state also the new one."""

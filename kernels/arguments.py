@@ -70,7 +70,7 @@ def check_head_decay(g: Array | None, g_gamma: Array | None, value_heads: int) -
 
 def check_options(
     scale: float | None,
-    precision: jax.lax.PrecisionLike,
+    precision: jax.lax.Precision | str | None,
     implementation: str | None,
     qk_l2norm: bool,
     output_final_state: bool,

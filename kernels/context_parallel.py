@@ -130,8 +130,9 @@ class Stretches:
         """X from M and E of every stretch; with `reverse`, of the later stretches."""
         flat, unravel = ravel_pytree((transition, added))
         tiles = jnp.pad(flat, (0, -flat.size % TILE))
-        maps = jax.vmap(unravel)(jax.lax.all_gather(tiles, self.axes)[:, : flat.size])
-        return entering_states(*maps, reverse)[self.index]
+        maps = jax.lax.all_gather(tiles, self.axes)[:, : flat.size]
+        transitions, added = jax.vmap(unravel)(maps)
+        return entering_states(transitions, added, reverse)[self.index]
 
 
 def context_parallel(

@@ -28,7 +28,7 @@ def chunk_gla(
     cu_seqlens: Int[Array, " N+1"] | None = None,
     max_num_segments: int | None = None,
     qk_l2norm: bool = False,
-    precision: jax.lax.PrecisionLike = None,
+    precision: jax.lax.Precision | str | None = None,
     implementation: str | None = None,
     num_splits: int | None = None,
     partition: PartitionSpec | None = None,

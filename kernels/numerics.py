@@ -1,5 +1,6 @@
 """The numbers that both the plain-JAX forms and the TPU kernels are computed in."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -9,7 +10,7 @@ SMALLEST_DECAY = -128.0
 SMALLEST_BETA = 2.0**-60
 
 
-def storage_dtype(*arrays: Array) -> jnp.dtype:
+def storage_dtype(*arrays: Array | jax.ShapeDtypeStruct) -> jnp.dtype:
     """The type of operands and residuals: bfloat16 where all of q, k and v are, else float32."""
     all_bfloat16 = all(x.dtype == jnp.bfloat16 for x in arrays)
     return jnp.dtype(jnp.bfloat16 if all_bfloat16 else jnp.float32)

@@ -34,7 +34,7 @@ class CallOptions(TypedDict, total=False):
     cu_seqlens: Int[Array, " N+1"] | None
     max_num_segments: int | None
     qk_l2norm: bool
-    precision: jax.lax.PrecisionLike
+    precision: jax.lax.Precision | str | None
     implementation: str | None
     num_splits: int | None
     partition: PartitionSpec | None
@@ -73,7 +73,7 @@ class Operation:
         cu_seqlens: Int[Array, " N+1"] | None = None,
         max_num_segments: int | None = None,
         qk_l2norm: bool = False,
-        precision: jax.lax.PrecisionLike = None,
+        precision: jax.lax.Precision | str | None = None,
         implementation: str | None = None,
         num_splits: int | None = None,
         partition: PartitionSpec | None = None,
@@ -96,7 +96,7 @@ class Operation:
         arguments.check_initial_state(initial_state, state_shape, num_documents if packed else None)
         has_documents = initial_state is not None and initial_state.ndim == 5
         per_document = packed and (has_documents or output_final_state)
-        if per_document and segment_ids is not None:
+        if per_document and segment_ids is not None and num_documents is not None:
             _check_num_documents(segment_ids, num_documents)
         poison = None
         if cu_seqlens is not None and not arguments.is_concrete(cu_seqlens):

@@ -41,7 +41,7 @@ def short_convolution(
     history: Float[Array, "B W-1 D"] | None = None,
     visible: Int[Array, "B T"] | None = None,
     activation: Callable[[Array], Array] = jax.nn.silu,
-    dtype: jnp.dtype | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
     partition: PartitionSpec | None = None,
 ) -> Float[Array, "B T D"]:

@@ -1,5 +1,6 @@
 """The wheel: what it holds, and that it works outside the checkout."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -9,6 +10,40 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+TYPED_PROGRAM = """
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gla_layers import KDA, GatedDeltaNet, LanguageModel, LanguageModelConfig, LinearAttentionState
+from gla_layers.convert import load_pretrained
+from gla_layers.kernels import chunk_simple_gla
+
+
+class Mixers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.kda = KDA(64, num_heads=2, head_dim=32, dtype=jnp.bfloat16, rngs=rngs)
+        self.gdn = GatedDeltaNet(64, num_heads=2, precision="highest", dtype="bfloat16", rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.gdn(self.kda(x))
+
+
+x = jnp.ones((1, 3, 64))
+kda = Mixers(nnx.Rngs(0)).kda
+assert_type(kda(x), jax.Array)
+assert_type(kda(x, state=kda.init_state(1)), tuple[jax.Array, LinearAttentionState])
+model = LanguageModel(LanguageModelConfig.preset("tiny"), rngs=nnx.Rngs(0))
+assert_type(model(jnp.zeros((1, 3), int)), jax.Array)
+heads = x[:, :, None]
+assert_type(chunk_simple_gla(heads, heads, heads), tuple[jax.Array, jax.Array | None])
+assert_type(load_pretrained("checkpoint"), LanguageModel)
+chunk_simple_gla(heads, heads)  # type: ignore[call-arg]
+KDA(64, num_heads="2", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
+"""
 
 
 def test_every_subpackage_is_listed():
@@ -62,3 +97,18 @@ def test_wheel_works_outside_the_checkout(wheel, tmp_path):
     assert package.startswith(str(site))
     assert kernels.startswith(str(site))
     assert shape == ["(1, 3, 1, 8)\n"]
+
+
+@pytest.mark.slow
+def test_types_of_what_is_installed_and_of_a_program_that_uses_it(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    (tmp_path / "program.py").write_text(TYPED_PROGRAM)
+    config = ("--config-file", ROOT / "pyproject.toml", "--cache-dir", tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *config, "-p", "gla_layers", "-m", "program"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

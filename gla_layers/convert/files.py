@@ -101,9 +101,9 @@ def write_tensors(
     """
     shards = list(_shards(sizes, max_shard_size))
     if len(shards) == 1:
-        _write(folder / SINGLE, sizes, read)
+        _write(folder / SINGLE, list(sizes), read)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write(folder / file_name, names, read)
@@ -148,7 +148,8 @@ def _write(path: pathlib.Path, names: Sequence[str], read: Callable[[str], np.nd
 
 
 def _shards(sizes: Mapping[str, int], max_shard_size: int) -> Iterator[list[str]]:
-    names, total = [], 0
+    names: list[str] = []
+    total = 0
     for name, size in sizes.items():
         if names and total + size > max_shard_size:
             yield names

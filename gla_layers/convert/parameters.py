@@ -47,9 +47,9 @@ class TensorsInMemory:
         return self.arrays[name]
 
 
-def fill(
-    module: nnx.Module, rules: Iterable[Rule], tensors: Tensors, ignore: Sequence[str] = ()
-) -> nnx.Module:
+def fill[M: nnx.Module](
+    module: M, rules: Iterable[Rule], tensors: Tensors, ignore: Sequence[str] = ()
+) -> M:
     """The abstract module with its parameters from tensors, in the parameters' types.
 
     Args:
@@ -67,7 +67,7 @@ def fill(
     parameters = {_dotted(path): parameter for path, parameter in flat}
     rules = rules_for(parameters, rules)
     _check(parameters, rules, tensors, ignore)
-    values = {}
+    values: dict[str, jax.Array] = {}
     for rule in rules:
         held = [parameters[path] for path in rule.parameters]
         values |= zip(rule.parameters, _read(rule, tensors, held), strict=True)

@@ -213,7 +213,7 @@ def _family(config: CheckpointConfig) -> Family:
 
 def _mixer_family(config: CheckpointConfig, mixer: str | None) -> MixerFamily:
     mixers = _family(config).mixers
-    if mixer not in mixers:
+    if mixer is None or mixer not in mixers:
         kind = config["model_type"]
         raise ValueError(f"mixer must be one of {kind}'s, {sorted(mixers)}, got {mixer!r}")
     return mixers[mixer]

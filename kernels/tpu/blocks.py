@@ -75,12 +75,13 @@ class Blocks:
         value_heads, written_size = v.shape[2:]
         columns = written_size if columns is None else columns
         for smallest in (LANES // 2, LANES):
-            sizes = tuple(_native_size(size, smallest) for size in (key_size, columns))
+            sizes = _native_size(key_size, smallest), _native_size(columns, smallest)
             written = sizes[1] if written_size % LANES else written_size
             limit = tuning.heads_of(max(sizes[0], written))
             heads = heads_per_block(value_heads, key_heads, sizes, limit)
             if heads is not None:
                 break
+        assert heads is not None, "heads of whole registers always make blocks"
         batch_rows = chunks = 1
         if not one_chunk:
             a_core = batch * (value_heads // heads) // tuning.cores
@@ -214,7 +215,7 @@ class Blocks:
             ),
         )
 
-    def carried(self) -> pltpu.VMEM:
+    def carried(self) -> pl.MemoryRef:
         """The states of a block, from one of its grid steps to the next."""
         return pltpu.VMEM((self.batch_rows, self.heads, *self.state_lanes), jnp.float32)
 
@@ -249,16 +250,17 @@ class Blocks:
 
     def prefetched(
         self, chunk_document: Int[Array, "B chunks"] | None, packing: Packing | None
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array | np.ndarray, ...]:
         """The scalar-prefetch operands.
 
         For each step the document whose state it reads and updates (with a state per document a
         step holds one chunk); for each step whether any of its rows is padding; for each chunk,
         with packing, the document of its last row.
         """
-        documents = np.zeros((self.batch, self.steps), np.int32)
-        padding, chunk_ends = documents.copy(), documents
+        documents: Array | np.ndarray = np.zeros((self.batch, self.steps), np.int32)
+        chunk_ends = padding = documents
         if self.length % self.rows:
+            padding = documents.copy()
             padding[:, -1] = 1
         if chunk_document is not None:
             documents = chunk_document

@@ -136,7 +136,7 @@ def _lane_blocks(level, stride):
     return jax.lax.broadcasted_iota(jnp.int32, shape, 2) >> level == stride * block
 
 
-def pair_masks(dtype: jnp.dtype) -> Float[Array, "2*LEVELS+1 C C"]:
+def pair_masks(dtype: jax.typing.DTypeLike) -> Float[Array, "2*LEVELS+1 C C"]:
     """1 where a pair (i, j) counts, for each level; on the diagonal; where (j, i) counts."""
     level, i, j = _indices(LEVELS)
     counts = ((i ^ j) >> level == 1) & (i > j)
@@ -144,7 +144,7 @@ def pair_masks(dtype: jnp.dtype) -> Float[Array, "2*LEVELS+1 C C"]:
     return jnp.concatenate([counts, diagonal, jnp.swapaxes(counts, 1, 2)]).astype(dtype)
 
 
-def token_ranges(dtype: jnp.dtype) -> Float[Array, "C (LEVELS+1)*C"]:
+def token_ranges(dtype: jax.typing.DTypeLike) -> Float[Array, "C (LEVELS+1)*C"]:
     """1 where a_s is a factor of row i's decay; the axes are s, and i for each of several decays.
 
     These are of levels 1, ..., LEVELS - 1 (`since` for rows of upper, `until` for rows of lower

@@ -34,7 +34,7 @@ class Documents:
         last: likewise for rows of the document that runs to the chunk's end; None for all rows.
     """
 
-    def __init__(self, document: Int[Array, "1 C"] | None = None, before: Int[Array, ""] = 0):
+    def __init__(self, document: Int[Array, "1 C"] | None = None, before: Int[Array, ""] | int = 0):
         """
         Args:
             document: of each row (see `Blocks.row_documents`); None where all share one.
@@ -93,7 +93,7 @@ class ChunkDecay:
         start = sum(columns)
         end = sum(e - c for e, c in zip(ends, columns, strict=True))
         documents = self.documents
-        if documents.first is not None:
+        if documents.first is not None and documents.last is not None:
             start = jnp.minimum(start, documents.first)
             end = jnp.minimum(end, documents.last)
         pairs = jnp.exp(jnp.minimum(pairs, documents.pairs))
@@ -104,7 +104,8 @@ class ChunkDecay:
         """`end` of all heads, one in each lane."""
         end = sum(x[CHUNK - 1 :] - x for x in self.columns)
         if self.documents.last is not None:
-            end = jnp.minimum(end, self.documents.last[:, : end.shape[1]])
+            heads = self.columns[0].shape[1]
+            end = jnp.minimum(end, self.documents.last[:, :heads])
         return jnp.exp(end)
 
     def gradient(self, d_cumulated: Float[Array, "heads C"]) -> Float[Array, "heads C"]:

@@ -223,9 +223,10 @@ def _row(
         dqh, dkh, exponents = yield from score_gradients(
             levels, qh, kh, dscores, masks, product, scaled
         )
-        of_token, *exponents = *exponents, qh * dreads[0] + kh * dreads[1], kh * dkeys
-        exponents = jnp.concatenate([x.astype(dtype) for x in exponents])
-        dgh = of_token + product(ranges[...], exponents) + sums[:, :key_lanes]
+        of_token = exponents[0]
+        summed = [*exponents[1:], qh * dreads[0] + kh * dreads[1], kh * dkeys]
+        summed = jnp.concatenate([x.astype(dtype) for x in summed])
+        dgh = of_token + product(ranges[...], summed) + sums[:, :key_lanes]
         yield
         dgh = jnp.where(gh > 0, 0.0, dgh)
         dg_writer.write(chunk, h, move_lanes(dgh, j, h, blocks.key_size))

@@ -68,7 +68,7 @@ def decay_tokens(
     """
     levels = []
     for level, (since, until) in enumerate(halving(jnp.exp(jnp.minimum(g, 0.0)))):
-        if level == LEVELS and documents.first is not None:
+        if level == LEVELS and documents.first is not None and documents.last is not None:
             size = g.shape[1]
             since = jnp.where(widen(documents.first, size) < 0, 0.0, since)
             until = jnp.where(widen(documents.last, size) < 0, 0.0, until)
@@ -86,7 +86,7 @@ def scores(
     levels: list[Decayed], own: Float[Array, "C K"], dot: Product
 ) -> Generator[None, None, tuple[Array, Array]]:
     """A_q and A_k. `own` are the queries without a decay, for the diagonal."""
-    products = []
+    products: list[list[Array]] = []
     for level in levels[:LEVELS]:
         reads = [level.queries, level.readers]
         if not products:

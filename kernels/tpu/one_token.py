@@ -63,6 +63,7 @@ class Sizes:
         limit = max(1, STATE_BYTES // (4 * rows * key_size * value_size))
         sizes = key_size, value_size
         heads = heads_per_block(value_heads, key_heads, sizes, limit)
+        assert heads is not None, "heads of whole registers always make blocks"
         return cls(batch, key_heads, value_heads, *sizes, rows, heads)
 
     @property

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from .blocks import LANES
 from .tuning import cores
@@ -62,9 +62,9 @@ class TokenBlocks:
 
     @classmethod
     def of(
-        cls, *arrays: Float[Array, "B T D"], group: int = LANES, reverse: bool = False
+        cls, *arrays: Array | jax.ShapeDtypeStruct, group: int = LANES, reverse: bool = False
     ) -> "TokenBlocks":
-        """Blocks of arrays of one shape, in groups of whole registers."""
+        """Blocks of arrays `[B, T, D]` of one shape, in groups of whole registers."""
         batch, length, channels = arrays[0].shape
         most = MOST_LANES // cores()
         lanes = group * max(1, min(pl.cdiv(channels, group), most // group))
@@ -133,7 +133,7 @@ class TokenBlocks:
         """Of an array `[rows, D]`."""
         return pl.BlockSpec((rows, self.lanes), lambda b, d, t: (0, d))
 
-    def strips(self, more: int) -> pltpu.VMEM:
+    def strips(self, more: int) -> pl.MemoryRef:
         """A strip of every group in float32, and `more` tokens."""
         shape = (self.lanes // self.group, STRIP + more, self.group)
         return pltpu.VMEM(shape, jnp.float32)

@@ -80,8 +80,8 @@ def _product(left: list[Float[Array, "S C/2"]], right: list[Float[Array, "S C"]]
     Two pieces each make four terms, of depth 256 together: the last one costs nothing.
     """
     terms = [(x, _spread(y)) for j, y in enumerate(right) for i, x in enumerate(left) if i + j < 3]
-    left, right = zip(*terms, strict=True)
-    return dot(jnp.concatenate(left, axis=1), jnp.concatenate(right, axis=0))
+    lefts, rights = zip(*terms, strict=True)
+    return dot(jnp.concatenate(lefts, axis=1), jnp.concatenate(rights, axis=0))
 
 
 def _diagonal_blocks(m: Float[Array, "C C"], size: int) -> Float[Array, "S C"]:

@@ -60,7 +60,7 @@ class Dots:
         """An einsum that takes float32 arrays in two parts, if operands are bfloat16."""
         xs, ys = self._parts(x), self._parts(y)
         pairs = [(x, y) for i, x in enumerate(xs) for j, y in enumerate(ys) if i + j < 2]
-        return sum(self(subscripts, x, y) for x, y in pairs)
+        return functools.reduce(jnp.add, (self(subscripts, x, y) for x, y in pairs))
 
     def _parts(self, x: Array) -> list[Array]:
         if self.dtype in (jnp.float32, x.dtype):
@@ -153,7 +153,7 @@ class HeadDecay:
         rest. A difference of two large G so keeps the accuracy of a small one.
         """
         g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
-        parts = (g,)
+        parts: tuple[Array, ...] = (g,)
         if dtype == jnp.float32:
             coarse = jnp.round(g * 1024) / 1024
             parts = (coarse, g - coarse)

@@ -22,7 +22,7 @@ def forward(
     q, k, v, g, *beta = (x[:, 0].astype(jnp.float32) for x in tokens)
     if options.qk_l2norm:
         q, k = l2norm(q), l2norm(k)
-    batch, heads, _ = k.shape
+    batch, heads = k.shape[:2]
 
     def grouped(x: Array) -> Array:
         return x.reshape(batch, heads, -1, *x.shape[2:])

@@ -5,6 +5,7 @@ products in one pass over the tokens, on a v5e a quarter of the cycles of a dept
 With autodiff's backward pass the two cost 1.4 times as much, and keep five times x's bytes.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -43,10 +44,11 @@ def backward(
     taps = _taps(x, history, visible, width)
     dkernel = jnp.stack([jnp.sum(p * tap, axis=(0, 1)) for tap in reversed(taps)])
     weights = kernel.astype(p.dtype)[::-1]
-    dinputs = sum(
+    of_taps = (
         jnp.pad(weight * _where_seen(visible, s, p), ((0, 0), (width - 1 - s, s), (0, 0)))
         for s, weight in enumerate(weights)
     )
+    dinputs = functools.reduce(jnp.add, of_taps)
     return dinputs[:, width - 1 :].astype(x.dtype), dkernel, dbias, dinputs[:, : width - 1]
 
 
