@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from ..operation import Options
+from ..implementation import Options
 from ..packing import CHUNK
 from .batch_rows import over_batch_rows
 from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lane, widen

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..operation import Implementation
+from ..implementation import Implementation
 from ..packing import CHUNK, zero_padding
 from .chunks import Documents
 

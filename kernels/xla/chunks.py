@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ..implementation import Options
 from ..numerics import SMALLEST_DECAY
-from ..operation import Options
 from ..packing import CHUNK, Packing
 
 

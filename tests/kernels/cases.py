@@ -186,15 +186,21 @@ def relative_error(actual: np.ndarray, expected: np.ndarray, floor: float = 0.0)
     return float(error / max(np.linalg.norm(expected.ravel()), floor, 1e-300))
 
 
-def check(actual: Arrays, expected: Arrays, tolerance: float) -> None:
-    """Every array within the relative error."""
-    # dg under strong decay is tiny: it is compared with the size of the other gradients. And
-    # what is below 1e-30 may be 0 in float32 (the gradient of a state that -200 a token erases).
+def errors(actual: Arrays, expected: Arrays) -> dict[str, float]:
+    """The relative error of every array.
+
+    dg under strong decay is tiny: it is compared with the size of the other gradients. And what is
+    below 1e-30 may be 0 in float32 (the gradient of a state that -200 a token erases).
+    """
     floors = {"dg": np.linalg.norm(expected["dv"])}
-    errors = {
+    return {
         name: relative_error(value, expected[name], floors.get(name, 1e-30))
         for name, value in actual.items()
     }
+
+
+def check(actual: Arrays, expected: Arrays, tolerance: float) -> None:
+    """Every array within the relative error."""
     assert all(np.isfinite(value).all() for value in actual.values())
-    too_large = {name: error for name, error in errors.items() if error > tolerance}
+    too_large = {name: e for name, e in errors(actual, expected).items() if e > tolerance}
     assert not too_large, f"over {tolerance}: {too_large}"

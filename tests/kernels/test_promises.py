@@ -17,11 +17,11 @@ from .cases import (
     SIMPLE_GLA,
     check,
     evaluate,
-    normalised,
     random_inputs,
     reference,
     relative_error,
 )
+from .hard_inputs import COLUMNS, constant_decay
 
 every_implementation = pytest.mark.parametrize(
     ("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS
@@ -35,78 +35,6 @@ def every_implementation_of(*ops):
 
 
 # --- accuracy ---------------------------------------------------------------------------------
-
-
-def random_column(op):
-    return random_inputs(op)
-
-
-def close_keys(op):
-    """Keys at cosine 0.99, beta 0.99, no decay."""
-    inputs = random_inputs(op)
-    rng = np.random.default_rng(1)
-    noise = normalised(rng.normal(size=inputs["k"].shape))
-    common = normalised(rng.normal(size=(1, 1, *inputs["k"].shape[2:])))
-    cosine = np.sqrt(0.99)
-    inputs["k"] = normalised(cosine * common + np.sqrt(1 - 0.99) * noise)
-    inputs["g"] = np.zeros_like(inputs["g"])
-    if "beta" in inputs:
-        inputs["beta"] = np.full_like(inputs["beta"], 0.99)
-    return inputs
-
-
-def repeated_keys(op):
-    """Seven keys over and over, beta 1.9."""
-    inputs = random_inputs(op)
-    inputs["k"] = inputs["k"][:, np.arange(inputs["k"].shape[1]) % 7]
-    if "beta" in inputs:
-        inputs["beta"] = np.full_like(inputs["beta"], 1.9)
-    return inputs
-
-
-def repeated_keys_without_decay(op):
-    inputs = repeated_keys(op)
-    inputs["g"] = np.zeros_like(inputs["g"])
-    return inputs
-
-
-def constant_decay(decay, op):
-    inputs = random_inputs(op)
-    inputs["g"] = np.full_like(inputs["g"], decay)
-    return inputs
-
-
-def mixed_decay(op):
-    """Channels (or tokens, where a decay has none) alternate between 0 and -30."""
-    inputs = random_inputs(op)
-    axis = inputs["g"].shape[-1] if op.per_channel else inputs["g"].shape[1]
-    pattern = np.where(np.arange(axis) % 2, -30.0, 0.0)
-    shape = pattern if op.per_channel else pattern[:, None]
-    inputs["g"] = np.broadcast_to(shape, inputs["g"].shape).copy()
-    return inputs
-
-
-def erasing_tokens(op):
-    """Single tokens at -1000 among slow ones."""
-    inputs = random_inputs(op)
-    inputs["g"][:, 5::37] = -1000.0
-    return inputs
-
-
-COLUMNS = {
-    "random": (random_column, {"float32": 1e-5, "bfloat16": 5e-3}),
-    "close keys": (close_keys, {"float32": 1e-4, "bfloat16": 2e-2}),
-    "repeated keys": (repeated_keys, {"float32": 1e-4, "bfloat16": 3e-2}),
-    "repeated keys, no decay": (repeated_keys_without_decay, {"float32": 1e-4, "bfloat16": 3e-2}),
-    "mixed decay": (mixed_decay, {"float32": 1e-5, "bfloat16": 5e-3}),
-    "erasing tokens": (erasing_tokens, {"float32": 1e-5, "bfloat16": 5e-3}),
-} | {
-    f"decay {decay}": (
-        functools.partial(constant_decay, decay),
-        {"float32": 1e-5, "bfloat16": 5e-3},
-    )
-    for decay in (-5.0, -7.0, -12.0, -20.0, -200.0, -1e30, -np.inf)
-}
 
 
 @functools.cache
