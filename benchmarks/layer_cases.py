@@ -1,4 +1,4 @@
-"""Layers at the shapes that the benchmarks measure."""
+"""Layers, and blocks around them, at the shapes that the benchmarks measure."""
 
 import dataclasses
 import functools
@@ -9,17 +9,45 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gla_layers import KDA, GatedDeltaNet, SimpleGLA
+from gla_layers import KDA, GatedDeltaNet, RMSNorm, SimpleGLA, SwiGLU
+from gla_layers.language_model import Block
 
 from .splash_attention import SplashAttention
 
-HIDDEN, HEADS, HEAD = 2048, 16, 128
+HIDDEN, HEADS, HEAD, INTERMEDIATE = 2048, 16, 128, 5632
+
+
+class MixerBlock(nnx.Module):
+    """A block of a `LanguageModel`: a mixer and a SwiGLU, each after a norm and added to x."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        mixer: Callable[..., nnx.Module],
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.block = Block(
+            mixer(hidden_size, dtype=dtype, rngs=rngs),
+            SwiGLU(hidden_size, INTERMEDIATE, dtype=dtype, rngs=rngs),
+            RMSNorm(hidden_size, rngs=rngs),
+            RMSNorm(hidden_size, rngs=rngs),
+            post_norm=False,
+        )
+
+    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
+        return self.block(x, None, segment_ids)[0]
+
 
 LAYERS = {
     "GatedDeltaNet": functools.partial(GatedDeltaNet, num_heads=HEADS, head_dim=HEAD, expand_v=1),
     "KDA": functools.partial(KDA, num_heads=HEADS, head_dim=HEAD),
     "SimpleGLA": functools.partial(SimpleGLA, num_heads=HEADS),
     "attention": functools.partial(SplashAttention, num_heads=HEADS),
+}
+LAYERS |= {
+    f"{name} block": functools.partial(MixerBlock, mixer=mixer) for name, mixer in LAYERS.items()
 }
 
 

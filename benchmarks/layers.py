@@ -1,4 +1,4 @@
-"""Static cost of whole layers, beside a layer of softmax attention.
+"""Static cost of whole layers and blocks, beside those of softmax attention.
 
     python -m uv run python -m benchmarks.layers --targets v6e v5e --lengths 8192
 
@@ -12,6 +12,7 @@ the parameters and of x. In Mcycles, forward and forward + backward, of
 and of what the backward pass keeps of the forward pass, beside x and the parameters, in kB a token.
 Attention is JAX's splash attention between the same projections. Its kernels skip the blocks of
 keys that come after the queries, which a schedule does not tell: here only the others are counted.
+A block has a SwiGLU of 5632 features too, whose products are among the projections.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def measure(layer: str, length: int, documents: int, target: str) -> dict[str, f
     for direction, backward in {"forward": False, "forward + backward": True}.items():
         function, arguments = case.program(backward=backward)
         cost = static_cost(target, function, *arguments)
-        share = computed_share(length) if layer == "attention" else 1
+        share = computed_share(length) if layer.startswith("attention") else 1
         op = sum(k.cycles * k.calls for k in cost.kernels if OP_KERNELS.search(k.name))
         parts = {
             "projections": cost.product_cycles,

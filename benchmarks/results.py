@@ -3,7 +3,7 @@
     python -m uv run python -m benchmarks.results --tables ops --where target=v6e case=GDN
 
 counts again what is kept, and ends with an error if a figure has grown by more than a tenth.
-`--save` of `benchmarks.ops`, `benchmarks.layers` and `benchmarks.decoding` keeps what they count.
+`--save` of a table's own command, `benchmarks.ops` and so on, keeps what it counts.
 """
 
 import argparse
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
-TABLES = ("ops", "layers", "decoding")
+TABLES = ("ops", "layers", "decoding", "training_step", "scaling", "accuracy")
 GROWTH = 1.1
 SMALLEST = 0.02
-"""What a figure must have grown by, in its unit: the compiler's choices move small ones more."""
+"""What a figure must have grown by, in its unit: the compiler's choices move small ones more. A
+table may have a `SMALLEST` of its own."""
 
 Row = dict[str, Any]
 """What was counted ("of", the arguments of a table's `measure`), its figures, and the versions."""
@@ -58,19 +59,23 @@ def print_row(*cells: Any) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
-def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, tuple]:
+def grown(
+    before: Mapping[str, float], after: Mapping[str, float], smallest: float = SMALLEST
+) -> dict[str, tuple]:
     """The figures that fell behind, as (before, after)."""
     pairs = {name: (value, after[name]) for name, value in before.items()}
     return {
         name: (old, new)
         for name, (old, new) in pairs.items()
-        if new > GROWTH * old and new > old + SMALLEST
+        if not new <= max(GROWTH * old, old + smallest)
     }
 
 
-def measure(table: str, row: Row) -> dict[str, float]:
-    """Count a row's figures again."""
-    return importlib.import_module(f"benchmarks.{table}").measure(**row["of"])
+def fallen_behind(table: str, row: Row) -> tuple[dict[str, float], dict[str, tuple]]:
+    """A row's figures counted again, and those among them that fell behind."""
+    module = importlib.import_module(f"benchmarks.{table}")
+    after = module.measure(**row["of"])
+    return after, grown(row["figures"], after, getattr(module, "SMALLEST", SMALLEST))
 
 
 def main() -> None:
@@ -92,8 +97,7 @@ def main() -> None:
         parser.error(f"no row of {options.tables} is kept where {options.where}")
     fell = False
     for table, row in rows:
-        after = measure(table, row)
-        worse = grown(row["figures"], after)
+        after, worse = fallen_behind(table, row)
         fell |= bool(worse)
         name = " ".join(map(str, row["of"].values()))
         for figure, before in row["figures"].items():

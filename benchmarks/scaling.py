@@ -19,6 +19,7 @@ from gla_layers import LanguageModelConfig
 
 from .collectives import collectives
 from .hlo import Program
+from .results import make_row, print_header, print_row, save
 from .tpu_compiler import TARGETS, Target, compile_for, pod
 from .training_step import TrainingStep
 
@@ -73,8 +74,27 @@ def step_of(target: str, chips: str, preset: str, mixers: tuple[str, ...], depth
     return Step.of(Program(compiled.as_text()), TARGETS[target])
 
 
+def measure(preset: str, mixers: list[str], chips: str, target: str) -> dict[str, float]:
+    """What one device computes and sends in a step of the whole model."""
+    names = tuple(mixers)
+    layers = LanguageModelConfig.preset(preset).num_layers
+    two, three = (step_of(target, chips, preset, names, n) for n in (2, 3))
+    step = three.deepened(two, layers - 3)
+    clock, links = TARGETS[target].clock_ghz, TARGETS[target].ici_gb_per_s
+    sent = sum(step.sent.values())
+    figures = {
+        "kernels": step.kernels,
+        "all else, Mcycles": round(step.cycles / 1e6, 1),
+        "all else, ms": round(step.cycles / clock / 1e6),
+        "sent, MB": round(sent / 1e6),
+        "sending, ms": round(sent / links / 1e6),
+    }
+    kinds = {f"{kind}, MB": round(sent / 1e6) for kind, sent in sorted(step.sent.items()) if sent}
+    return figures | kinds
+
+
 def main() -> None:
-    """Print a table."""
+    """Print a table, and with --save keep the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,25 +102,19 @@ def main() -> None:
     parser.add_argument("--chips", nargs="+", default=["1x1", "2x2", "2x4", "4x4", "8x8", "16x16"])
     parser.add_argument("--preset", default="340m")
     parser.add_argument("--mixers", nargs="+", default=["gated_deltanet"])
+    parser.add_argument("--save", action="store_true", help="in benchmarks/results/scaling.json")
     options = parser.parse_args()
-    target = TARGETS[options.target]
-    mixers = tuple(options.mixers)
-    layers = LanguageModelConfig.preset(options.preset).num_layers
-    print(f"{options.preset}, {layers} layers, {options.target}, XLA's estimates, a device")
-    print("| chips | kernels | all else, Mcycles | ms | sent, MB | ms |")
-    print("|---|---|---|---|---|---|")
+    print(f"{options.preset}, {options.target}, XLA's estimates, a device")
+    columns = "kernels", "all else, Mcycles", "all else, ms", "sent, MB", "sending, ms"
+    print_header("chips", *columns, "of which, MB")
     for chips in options.chips:
-        two, three = (step_of(options.target, chips, options.preset, mixers, n) for n in (2, 3))
-        step = three.deepened(two, layers - 3)
-        kinds = ", ".join(f"{k} {v / 1e6:.0f}" for k, v in sorted(step.sent.items()) if v)
-        figures = (
-            f"{step.kernels}",
-            f"{step.cycles / 1e6:.1f}",
-            f"{step.cycles / target.clock_ghz / 1e6:.0f}",
-            kinds or "nothing",
-            f"{sum(step.sent.values()) / target.ici_gb_per_s / 1e6:.0f}",
-        )
-        print(f"| {chips} | " + " | ".join(figures) + " |", flush=True)
+        of = {"preset": options.preset, "mixers": options.mixers, "chips": chips}
+        of["target"] = options.target
+        figures = measure(**of)
+        kinds = ", ".join(f"{k.removesuffix(', MB')} {v}" for k, v in list(figures.items())[5:])
+        print_row(chips, *(figures[column] for column in columns), kinds or "nothing")
+        if options.save:
+            save("scaling", [make_row(of, figures)])
 
 
 if __name__ == "__main__":

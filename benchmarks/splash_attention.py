@@ -27,8 +27,10 @@ class SplashAttention(nnx.Module):
         )
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (linear() for _ in range(4))
 
-    def __call__(self, x: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
-        """Mix tokens `[B, T, hidden_size]`; T is a multiple of 1024."""
+    def __call__(
+        self, x: jax.Array, *, state: None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Mix tokens `[B, T, hidden_size]`; T is a multiple of 1024. There is no state."""
         q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         mask = masks.MultiHeadMask([masks.CausalMask((x.shape[1],) * 2)] * self.num_heads)
         sizes = splash.BlockSizes(

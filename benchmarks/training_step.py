@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig, weight_decay_mask
 
+from .results import make_row, print_header, print_row, save
 from .tpu_compiler import TARGETS, compile_for, pod
 
 
@@ -75,14 +76,34 @@ class TrainingStep:
         return step, jax.tree.map(place, (state, tokens), specs)
 
 
-def parse_mesh(sizes: list[str]) -> dict[str, int]:
-    """Sizes of the axes of a mesh from `name=size`."""
-    given = {name: int(size) for name, size in (x.split("=") for x in sizes)}
-    return {"data": 1, "fsdp": 1, "tensor": 1} | given
+def measure(
+    preset: str,
+    mixers: list[str],
+    batch: int,
+    length: int,
+    remat: bool,
+    chips: str | None,
+    mesh: dict[str, int] | None,
+    target: str,
+) -> dict[str, float]:
+    """GB that a device takes."""
+    config = LanguageModelConfig.preset(preset, mixers=tuple(mixers))
+    axes = {"data": 1, "fsdp": 1, "tensor": 1} | (mesh or {})
+    devices = None if chips is None else pod(target, chips, axes)
+    step, arguments = TrainingStep(config, batch, length, remat).program(devices)
+    compiled = compile_for(target, step, *arguments, donate_argnums=(0,), mesh=devices)
+    memory = compiled.memory_analysis()
+    parts = {
+        "parameters and optimizer, GB": memory.argument_size_in_bytes / 1e9,
+        "temporaries, GB": memory.temp_size_in_bytes / 1e9,
+        "programs, GB": memory.generated_code_size_in_bytes / 1e9,
+    }
+    parts["in all, GB"] = sum(parts.values())
+    return {part: round(size, 2) for part, size in parts.items()}
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a table, and with --save keep the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,23 +115,19 @@ def main() -> None:
     parser.add_argument("--remat", action="store_true")
     parser.add_argument("--chips", help="a pod slice, as 16x16; one device by default")
     parser.add_argument("--mesh", nargs="+", default=[], help="as data=32 fsdp=8")
+    parser.add_argument(
+        "--save", action="store_true", help="in benchmarks/results/training_step.json"
+    )
     options = parser.parse_args()
-    config = LanguageModelConfig.preset(options.preset, mixers=tuple(options.mixers))
-    training = TrainingStep(config, options.batch, options.length, options.remat)
-    print("| target | memory, GB | parameters and optimizer | temporaries | programs | in all |")
-    print("|---|---|---|---|---|---|")
+    of = {name: value for name, value in vars(options).items() if name not in ("targets", "save")}
+    of["mesh"] = {name: int(size) for name, size in (x.split("=") for x in options.mesh)} or None
+    columns = "parameters and optimizer, GB", "temporaries, GB", "programs, GB", "in all, GB"
+    print_header("target", "memory, GB", *columns)
     for target in options.targets:
-        mesh = options.chips and pod(target, options.chips, parse_mesh(options.mesh))
-        step, arguments = training.program(mesh)
-        compiled = compile_for(target, step, *arguments, donate_argnums=(0,), mesh=mesh)
-        memory = compiled.memory_analysis()
-        parts = (
-            memory.argument_size_in_bytes,
-            memory.temp_size_in_bytes,
-            memory.generated_code_size_in_bytes,
-        )
-        figures = (TARGETS[target].hbm_gb, *(round(x / 1e9, 2) for x in (*parts, sum(parts))))
-        print(f"| {target} | " + " | ".join(map(str, figures)) + " |", flush=True)
+        figures = measure(**of, target=target)
+        print_row(target, TARGETS[target].hbm_gb, *figures.values())
+        if options.save:
+            save("training_step", [make_row(of | {"target": target}, figures)])
 
 
 if __name__ == "__main__":

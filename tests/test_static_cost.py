@@ -55,6 +55,7 @@ def test_kernels_are_counted_and_grow_with_the_tokens():
         ("ops", ["case=KDA", "implementation=pallas_tpu", "target=v5p"]),
         ("layers", ["layer=SimpleGLA", "length=8192", "documents=25", "target=v6e"]),
         ("decoding", ["batch=1", "mixer=gated_deltanet", "target=v6e"]),
+        ("accuracy", ["op=gdn", "implementation=xla", "length=300"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
@@ -94,3 +95,5 @@ def test_what_falls_behind_is_found(tmp_path, monkeypatch):
     assert results.grown(kept[0]["figures"], {"forward": 2.1, "backward": 0.02}) == {}
     worse = results.grown(kept[0]["figures"], {"forward": 2.3, "backward": 0.01})
     assert worse == {"forward": (2.0, 2.3)}
+    assert results.grown({"error": 1e-6}, {"error": 3e-6}, smallest=1e-6)
+    assert results.grown({"error": 1e-6}, {"error": float("nan")}, smallest=1e-6)
