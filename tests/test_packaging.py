@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 TYPED_PROGRAM = """
 from typing import assert_type
@@ -45,9 +47,26 @@ chunk_simple_gla(heads, heads)  # type: ignore[call-arg]
 KDA(64, num_heads="2", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
 """
 
+OPS = "tests/kernels/test_golden.py::test_chunked_in_float32"
+GRADIENTS = "tests/layers/test_golden.py::test_outputs_and_gradients"
+DECODING = "tests/layers/test_golden.py::test_decoding"
+EXAMPLES = "tests/examples"
+TESTS_OF_EVERY_PART = (
+    *(f"{OPS}[{case}]" for case in ("gdn-xla-packed", "kda-xla-packed", "sgla-xla-packed")),
+    f"{OPS}[gdn-pallas_tpu-T65]",
+    *(f"{GRADIENTS}[{layer}_default-xla]" for layer in ("gdn", "kda", "sgla")),
+    *(f"{DECODING}[{layer}_default]" for layer in ("gdn", "kda", "sgla")),
+    "tests/convert/test_readme.py::test_load_a_pretrained_checkpoint",
+    f"{EXAMPLES}/test_optimizer.py::test_only_matrices_decay",
+    f"{EXAMPLES}/test_metrics.py::test_tensorboard_gets_the_same_numbers",
+    f"{EXAMPLES}/test_checkpoints.py::test_a_fresh_process_gets_every_bit_back",
+    # It samples from a run that the training script leaves.
+    f"{EXAMPLES}/test_generate.py::test_prompts_go_on_for_as_long_as_asked",
+)
+
 
 def test_every_subpackage_is_listed():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    listed = PYPROJECT["tool"]["setuptools"]["packages"]
     found = set()
     for folder, name in (("gla_layers", "gla_layers"), ("kernels", "gla_layers.kernels")):
         for init in (ROOT / folder).rglob("__init__.py"):
@@ -112,3 +131,34 @@ def test_types_of_what_is_installed_and_of_a_program_that_uses_it(wheel, tmp_pat
         env=os.environ | {"MYPYPATH": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(*command: str | pathlib.Path, cwd: pathlib.Path) -> None:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, f"{' '.join(map(str, command))} failed:\n{said}"
+
+
+@pytest.mark.slow
+def test_lowest_versions(wheel, tmp_path):
+    """The wheel beside the lowest versions that it allows, by tests of every part."""
+    uv = (sys.executable, "-m", "uv")
+    python = tmp_path / "venv" / "bin" / "python"
+    run(*uv, "venv", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
+    # Lowest are what pyproject.toml itself names: what a wheel does is not direct. Outside of the
+    # checkout uv does not know the constraints there.
+    install = (*uv, "pip", "install", "--python", python, "--resolution", "lowest-direct")
+    needed = ("-r", ROOT / "pyproject.toml", "--extra", "examples", "--extra", "convert")
+    tools = PYPROJECT["project"]["optional-dependencies"]["test"]
+    runners = [x for x in tools if x.startswith(("pytest>", "hypothesis>", "filelock>"))]
+    run(*install, *needed, *runners, wheel, cwd=tmp_path)
+    checkout = tmp_path / "without_the_package"
+    for folder in ("examples", "tests"):
+        shutil.copytree(ROOT / folder, checkout / folder)
+    for file in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / file, checkout)
+    compiled = ROOT / ".jax_cache"
+    compiled.mkdir(exist_ok=True)
+    (checkout / ".jax_cache").symlink_to(compiled)
+    pytest_alone = (python, "-E", "-m", "pytest", "--override-ini", "addopts=")
+    run(*pytest_alone, *TESTS_OF_EVERY_PART, cwd=checkout)
