@@ -65,7 +65,7 @@ class Program:
             if operation.is_kernel:
                 yield operation
             elif re.search(r"\bwhile\(", operation.rest):
-                body = re.search(r"body=%?([\w.\-]+)", operation.rest).group(1)
+                body = _found(r"body=%?([\w.\-]+)", operation.rest)
                 yield from self.operations(body, times * self._trip_count(operation.rest))
             elif re.search(r"\b(conditional|call)\(", operation.rest):
                 for called in _called(operation.rest):
@@ -100,20 +100,20 @@ class Program:
         if computation not in self._shapes:
             pattern = r"\s*(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)|\S+) "
             matches = (re.match(pattern, line) for line in self._computations[computation])
-            self._shapes[computation] = dict(m.groups() for m in matches if m)
+            self._shapes[computation] = {m[1]: m[2] for m in matches if m}
         return self._shapes[computation]
 
     def _lines(self, computation: str, times: int) -> Iterator[Operation]:
         for line in self._computations.get(computation, ()):
             match = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.*)$", line)
             if match:
-                yield Operation(computation, *match.groups(), times)
+                yield Operation(computation, match[1], match[2], times)
 
     def _trip_count(self, rest: str) -> int:
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
         if known:
             return int(known.group(1))
-        bound = self._loop_bound(re.search(r"condition=%?([\w.\-]+)", rest).group(1))
+        bound = self._loop_bound(_found(r"condition=%?([\w.\-]+)", rest))
         if not bound:
             self.unknown_loops += 1
         return bound or 1
@@ -148,6 +148,12 @@ def hbm_bytes(text: str) -> int:
     return sum(
         size for _, size, layout in arrays if layout and not re.search(r"S\([1-9]\)", layout)
     )
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match is not None, f"{pattern} is not in {text}"
+    return match.group(1)
 
 
 def _computations(text: str) -> dict[str, list[str]]:

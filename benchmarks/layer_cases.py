@@ -11,6 +11,7 @@ from flax import nnx
 
 from gla_layers import KDA, GatedDeltaNet, RMSNorm, SimpleGLA, SwiGLU
 from gla_layers.language_model import Block
+from gla_layers.state import TokenMixer
 
 from .splash_attention import SplashAttention
 
@@ -24,7 +25,7 @@ class MixerBlock(nnx.Module):
         self,
         hidden_size: int,
         *,
-        mixer: Callable[..., nnx.Module],
+        mixer: Callable[..., TokenMixer],
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
     ):
@@ -40,7 +41,7 @@ class MixerBlock(nnx.Module):
         return self.block(x, None, segment_ids)[0]
 
 
-LAYERS = {
+LAYERS: dict[str, Callable[..., Any]] = {
     "GatedDeltaNet": functools.partial(GatedDeltaNet, num_heads=HEADS, head_dim=HEAD, expand_v=1),
     "KDA": functools.partial(KDA, num_heads=HEADS, head_dim=HEAD),
     "SimpleGLA": functools.partial(SimpleGLA, num_heads=HEADS),

@@ -13,7 +13,7 @@ computes costs no time of its own.
 import argparse
 import dataclasses
 import math
-from collections import Counter
+from collections.abc import Mapping
 
 from gla_layers import LanguageModelConfig
 
@@ -39,14 +39,14 @@ class Step:
 
     cycles: float
     kernels: int
-    sent: Counter
+    sent: Mapping[str, float]
 
     @classmethod
     def of(cls, program: Program, target: Target) -> "Step":
         operations = list(program.operations())
-        sent = Counter()
+        sent: dict[str, float] = {}
         for collective in collectives(program):
-            sent[collective.kind] += collective.sent_bytes
+            sent[collective.kind] = sent.get(collective.kind, 0) + collective.sent_bytes
         return cls(
             sum(x.times * x.estimated_cycles(target) for x in operations),
             sum(x.times for x in operations if x.is_kernel),
@@ -56,10 +56,11 @@ class Step:
     def deepened(self, shallower: "Step", layers: int) -> "Step":
         """With so many layers more, each as the one that `shallower` lacks."""
         kinds = self.sent.keys() | shallower.sent.keys()
-        sent = {k: self.sent[k] + layers * (self.sent[k] - shallower.sent[k]) for k in kinds}
+        pairs = {kind: (self.sent.get(kind, 0), shallower.sent.get(kind, 0)) for kind in kinds}
+        sent = {kind: ours + layers * (ours - theirs) for kind, (ours, theirs) in pairs.items()}
         cycles = self.cycles + layers * (self.cycles - shallower.cycles)
         kernels = self.kernels + layers * (self.kernels - shallower.kernels)
-        return Step(cycles, kernels, Counter(sent))
+        return Step(cycles, kernels, sent)
 
 
 def step_of(target: str, chips: str, preset: str, mixers: tuple[str, ...], depth: int) -> Step:
@@ -71,7 +72,9 @@ def step_of(target: str, chips: str, preset: str, mixers: tuple[str, ...], depth
     training = TrainingStep(config, batch=devices, length=8192, remat=True)
     step, arguments = training.program(mesh)
     compiled = compile_for(target, step, *arguments, donate_argnums=(0,), mesh=mesh)
-    return Step.of(Program(compiled.as_text()), TARGETS[target])
+    text = compiled.as_text()
+    assert text is not None
+    return Step.of(Program(text), TARGETS[target])
 
 
 def measure(preset: str, mixers: list[str], chips: str, target: str) -> dict[str, float]:

@@ -105,7 +105,10 @@ def static_cost(
     before = set(DUMP.iterdir())
     compiled = compile_for(target, fn, *args, donate_argnums=donate_argnums)
     dumped = set(DUMP.iterdir()) - before
-    program = Program(compiled.as_text())
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    program = Program(text)
     schedules = Schedules(program, TARGETS[target], dumped)
     xla: dict[str, float] = {}
     product_cycles = 0.0
@@ -122,7 +125,6 @@ def static_cost(
         transfers.run(operation, cycles, operation.times * program.hbm_bytes(operation))
     for path in dumped:
         path.unlink()
-    memory = compiled.memory_analysis()
     return StaticCost(
         target,
         tuple(sorted(schedules.kernels.values(), key=lambda k: -k.cycles * k.calls)),

@@ -56,13 +56,15 @@ def main() -> None:
         arguments = random_arguments(case.arguments())
         do = jnp.ones_like(arguments["v"])
         forward = jax.jit(case.forward(options.implementation)).lower(arguments).compile()
-        both = jax.jit(case.forward_and_backward(options.implementation))
-        both = both.lower(arguments, do).compile()
+        jitted = jax.jit(case.forward_and_backward(options.implementation))
+        both = jitted.lower(arguments, do).compile()
         times = (
             median_milliseconds(forward, arguments, repeats=options.repeats),
             median_milliseconds(both, arguments, do, repeats=options.repeats),
         )
-        temporaries = both.memory_analysis().temp_size_in_bytes / 1e6
+        memory = both.memory_analysis()
+        assert memory is not None
+        temporaries = memory.temp_size_in_bytes / 1e6
         print(f"| {name} | {times[0]:.2f} | {times[1]:.2f} | {temporaries:.0f} |", flush=True)
 
 

@@ -116,7 +116,7 @@ def _never_stored() -> Iterator[None]:
 
 
 def _mesh(topology: str, axes: Mapping[str, int], axis_type: AxisType) -> Mesh:
-    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    described = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
     sizes = tuple(axes.values())
-    devices = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    devices: np.ndarray = np.array(described[: math.prod(sizes)]).reshape(sizes)
     return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(sizes))

@@ -68,6 +68,7 @@ class TrainingStep:
             return step, (state, tokens)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             graph, state = nnx.split(nnx.eval_shape(make))
+        assert sharding.tokens is not None
         specs = nnx.get_partition_spec(state), P(sharding.tokens[0])
 
         def place(x: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
@@ -93,6 +94,7 @@ def measure(
     step, arguments = TrainingStep(config, batch, length, remat).program(devices)
     compiled = compile_for(target, step, *arguments, donate_argnums=(0,), mesh=devices)
     memory = compiled.memory_analysis()
+    assert memory is not None
     parts = {
         "parameters and optimizer, GB": memory.argument_size_in_bytes / 1e9,
         "temporaries, GB": memory.temp_size_in_bytes / 1e9,

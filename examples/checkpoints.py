@@ -22,10 +22,10 @@ policies = ocp.training.preservation_policies
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class Training[Model: nnx.Module]:
     """What a run updates, saves and restores together."""
 
-    model: nnx.Module
+    model: Model
     optimizer: nnx.Optimizer
     data: grain.DatasetIterator
 

@@ -8,7 +8,6 @@ The last line of output is one JSON object.
 import devices  # noqa: F401, I001  before JAX
 
 import dataclasses
-import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,9 +79,12 @@ class Documents:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, rows: Sequence[int]) -> tuple[Int32[np.ndarray, "..."], ...]:
+    def take(
+        self, rows: Int[np.ndarray, " B"]
+    ) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"], Int32[Array, " B"]]:
         """Some of the documents."""
-        return self.tokens[rows], self.segment_ids[rows], self.labels[rows]
+        tokens, segment_ids, labels = self.tokens[rows], self.segment_ids[rows], self.labels[rows]
+        return jnp.asarray(tokens), jnp.asarray(segment_ids), jnp.asarray(labels)
 
 
 class Classifier(nnx.Module):
@@ -131,9 +133,9 @@ def load_documents(config: Config) -> tuple[Documents, Documents]:
         ValueError: a class's text cannot be read, or is too short.
     """
     texts = [load_text([pattern], config.held_out_bytes) for pattern in config.classes]
-    return tuple(
-        cut([getattr(text, part) for text in texts], config.document_bytes)
-        for part in ("training", "held_out")
+    size = config.document_bytes
+    return cut([text.training for text in texts], size), cut(
+        [text.held_out for text in texts], size
     )
 
 
@@ -181,7 +183,7 @@ def train(model: Classifier, documents: Documents, config: Config) -> None:
             steps.set_postfix(loss=f"{float(loss):.3f}")
 
 
-@functools.partial(nnx.jit, donate_argnums=(0, 1))
+@nnx.jit(donate_argnums=(0, 1))
 def train_step(
     model: Classifier,
     optimizer: nnx.Optimizer,

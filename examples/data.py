@@ -123,10 +123,11 @@ def pack(documents: Sequence[bytes], length: int) -> Rows:
     tokens = np.concatenate(full + rest)
     segments = np.repeat(np.arange(1, len(rest) + 1), list(map(len, rest)))
     segment_ids = np.concatenate([np.ones(len(tokens) - len(segments), int), segments])
-    padding = (0, -len(tokens) % length)
-    return tuple(
-        np.pad(x, padding).astype(np.int32).reshape(-1, length) for x in (tokens, segment_ids)
-    )
+
+    def rows(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, (0, -len(x) % length)).astype(np.int32).reshape(-1, length)
+
+    return rows(tokens), rows(segment_ids)
 
 
 def evaluation_rows(documents: Sequence[bytes], sequence_length: int) -> Rows:

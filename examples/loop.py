@@ -1,7 +1,6 @@
 """The training loop, and the held-out loss."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -47,7 +46,7 @@ class Schedule:
 
 
 def train(
-    training: Training,
+    training: Training[LanguageModel],
     *,
     start: int,
     schedule: Schedule,
@@ -109,7 +108,7 @@ def train(
     return schedule.steps
 
 
-@functools.partial(nnx.jit, donate_argnums=(0, 1))
+@nnx.jit(donate_argnums=(0, 1))
 def train_step(
     model: LanguageModel,
     optimizer: nnx.Optimizer,

@@ -51,9 +51,12 @@ def is_first() -> bool:
 
 def first_alone[T](function: Callable[[], T]) -> T:
     """Call a function in the first process, and then in the others, which find what it wrote."""
-    result = function() if is_first() else None
+    if not is_first():
+        multihost_utils.sync_global_devices("first_alone")
+        return function()
+    result = function()
     multihost_utils.sync_global_devices("first_alone")
-    return result if is_first() else function()
+    return result
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def main() -> None:
     with one_sentence_errors(ValueError, OSError):
         config = tyro.cli(Config, description=__doc__)
         config.out_dir.mkdir(parents=True, exist_ok=True)
-    results = {mixer: train(config, mixer) for mixer in config.mixer}
+    results: dict[str, Result] = {mixer: train(config, mixer) for mixer in config.mixer}
     write_json(config.out_dir / "recall.json", results)
     plot(results, config.out_dir / "recall.png")
     print(table(results))
@@ -187,11 +187,13 @@ def make_model(config: Config, mixer: Mixer) -> LanguageModel:
         if isinstance(layer.mixer, GatedDeltaNet | KDA):
             layer.mixer.A_log[...] -= SLOWER
         elif isinstance(layer.mixer, SimpleGLA):
-            layer.mixer.gk_proj.bias[...] += SLOWER
+            bias = layer.mixer.gk_proj.bias
+            assert bias is not None
+            bias[...] += SLOWER
     return model
 
 
-@functools.partial(nnx.jit, donate_argnums=(0, 1))
+@nnx.jit(donate_argnums=(0, 1))
 def train_step(model: LanguageModel, optimizer: nnx.Optimizer, rows: Rows) -> None:
     """Update the model and the optimizer in place."""
 

@@ -8,7 +8,6 @@ same; that of softmax attention has room for all tokens from the beginning.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -101,22 +100,23 @@ def pad_left(
     return tokens, segment_ids
 
 
-@functools.partial(nnx.jit, static_argnames="max_new_tokens")
+@nnx.jit(static_argnames="max_new_tokens")
 def prefill(
     model: LanguageModel,
-    tokens: Int[Array, "B P"],
-    segment_ids: Int[Array, "B P"],
+    tokens: Int[Array | np.ndarray, "B P"],
+    segment_ids: Int[Array | np.ndarray, "B P"],
     *,
     max_new_tokens: int,
 ) -> tuple[Float[Array, "B vocab"], State]:
     """The logits of the first new token, and the state after prompts that are padded left."""
+    tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
     batch_size, length = tokens.shape
     state = model.init_state(batch_size, length + max_new_tokens)
     logits, state = model(tokens, state=state, segment_ids=segment_ids)
     return logits[:, -1], state
 
 
-@functools.partial(nnx.jit, static_argnames=("max_new_tokens", "stop_token", "sampling"))
+@nnx.jit(static_argnames=("max_new_tokens", "stop_token", "sampling"))
 def decode(
     model: LanguageModel,
     logits: Float[Array, "B vocab"],

@@ -16,6 +16,8 @@ from flax import nnx
 
 from gla_layers import LanguageModel, SimpleGLA
 from gla_layers.linear_attention import LinearAttention
+from gla_layers.softmax_attention import SoftmaxAttention
+from gla_layers.state import TokenMixer
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -55,10 +57,11 @@ def peak_flops() -> float | None:
     return None if name is None else PEAK_FLOPS[name] * jax.device_count()
 
 
-def _mixer_flops(mixer: nnx.Module, length: int) -> float:
+def _mixer_flops(mixer: TokenMixer, length: int) -> int:
     """Of one token, forward, without the projections."""
     if isinstance(mixer, LinearAttention):
         heads = mixer.heads
         products = 2 if isinstance(mixer, SimpleGLA) else 3
         return products * 2 * heads.output * heads.key_size * heads.value_size
+    assert isinstance(mixer, SoftmaxAttention)
     return mixer.num_heads * (mixer.key_size + mixer.value_size) * length

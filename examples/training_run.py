@@ -123,7 +123,7 @@ def make_model(
 
 def begin(
     model: LanguageModel, config: TrainingConfig, text: Text, frozen: Sequence[str], mesh: Mesh
-) -> Training:
+) -> Training[LanguageModel]:
     """The run before its first step."""
     optimizer = make_optimizer(
         learning_rate=config.learning_rate,
@@ -145,7 +145,9 @@ def begin(
     return Training(model, nnx.Optimizer(model, optimizer, wrt=nnx.Param), data)
 
 
-def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: Path) -> list[Row]:
+def train_or_stop(
+    training: Training[LanguageModel], config: TrainingConfig, text: Text, path: Path
+) -> list[Row]:
     """Train from the newest checkpoint to the end, and return a row of metrics for every step.
 
     On SIGTERM or Ctrl-C the program ends here, with what it has saved.
@@ -187,7 +189,7 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
             )
         rows = metrics.rows
         plot_loss(rows, records / "loss.png")
-    if last_step < config.steps:
+    if interrupts.received is not None and last_step < config.steps:
         print(f"stopped by {interrupts.received.name}; step {last_step} is saved in {path}")
         sys.exit(128 + interrupts.received)
     return rows
@@ -195,7 +197,7 @@ def train_or_stop(training: Training, config: TrainingConfig, text: Text, path: 
 
 def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) -> dict[str, Any]:
     """The outcome of a finished run."""
-    speed = {
+    speed: dict[str, float] = {
         name: statistics.median(row[name] for row in rows)
         for name in ("tokens_per_second", "mfu")
         if name in rows[-1]

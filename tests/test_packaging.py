@@ -119,16 +119,29 @@ def test_wheel_works_outside_the_checkout(wheel, tmp_path):
 
 
 @pytest.mark.slow
-def test_types_of_what_is_installed_and_of_a_program_that_uses_it(wheel, tmp_path):
+def test_types_of_what_is_installed_and_of_programs_that_use_it(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     (tmp_path / "program.py").write_text(TYPED_PROGRAM)
+    # Benchmarks take their inputs from tests.
+    for folder in ("benchmarks", "examples", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     config = ("--config-file", ROOT / "pyproject.toml", "--cache-dir", tmp_path / "cache")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *config, "-p", "gla_layers", "-m", "program"],
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            *config,
+            "gla_layers",
+            "program.py",
+            "benchmarks",
+            "examples",
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(tmp_path)},
+        # Examples find each other in their folder.
+        env=os.environ | {"MYPYPATH": f"{tmp_path}:{tmp_path / 'examples'}"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -104,7 +104,7 @@ def random_inputs(
 
 @functools.cache
 def _evaluator(op: Op, recurrent: bool, options: tuple):
-    options = {"output_final_state": True} | dict(options)
+    keywords = {"output_final_state": True} | dict(options)
     function = op.recurrent if recurrent else op.chunk
 
     @jax.jit
@@ -112,7 +112,7 @@ def _evaluator(op: Op, recurrent: bool, options: tuple):
         def forward(inputs):
             inputs = dict(inputs)
             tokens = [inputs.pop(name) for name in op.tokens if name in inputs]
-            return function(*tokens, **inputs, **packing, **options)
+            return function(*tokens, **inputs, **packing, **keywords)
 
         outputs, vjp = jax.vjp(forward, differentiable)
         named = {"o": outputs[0], "final_state": outputs[1]}
