@@ -75,7 +75,6 @@ def test_commands_for_simulated_devices(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_command_that_was_timed_on_a_gpu(tmp_path, monkeypatch, capsys):
     presets = dict.fromkeys(("tiny", "100m"), small_train_lm.PRESETS["tiny"])
     monkeypatch.setattr(language_model_config, "PRESETS", presets)
@@ -89,6 +88,7 @@ def test_command_that_was_timed_on_a_gpu(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["final_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_training_loop_of_ones_own():
     (code,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     config = LanguageModelConfig(
