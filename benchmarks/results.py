@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
-TABLES = ("ops", "layers", "decoding", "training_step", "scaling", "accuracy")
+TABLES = ("ops", "layers", "decoding", "training_step", "scaling", "accuracy", "memory")
 GROWTH = 1.1
 SMALLEST = 0.02
 """What a figure must have grown by, in its unit: the compiler's choices move small ones more. A

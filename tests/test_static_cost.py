@@ -56,6 +56,7 @@ def test_kernels_are_counted_and_grow_with_the_tokens():
         ("layers", ["layer=SimpleGLA", "length=8192", "documents=25", "target=v6e"]),
         ("decoding", ["batch=1", "mixer=gated_deltanet", "target=v6e"]),
         ("accuracy", ["op=gdn", "implementation=xla", "length=300"]),
+        ("memory", ["layer=SimpleGLA block"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
