@@ -8,6 +8,7 @@ all. Names are those that a policy can pick; all of them together are the op's v
 """
 
 import argparse
+from typing import Any
 
 import jax
 
@@ -35,7 +36,9 @@ def _by_name(case: Case) -> dict[str, float]:
     """The bytes a token of every value with a checkpoint name."""
     function, arguments = case.program(backward=True)
     equations = jax.make_jaxpr(function)(*arguments).jaxpr.eqns
-    named = {e.params["name"]: e.outvars[0].aval for e in equations if e.primitive.name == "name"}
+    named: dict[str, Any] = {
+        e.params["name"]: e.outvars[0].aval for e in equations if e.primitive.name == "name"
+    }
     return {name: x.size * x.dtype.itemsize / case.length for name, x in named.items()}
 
 
