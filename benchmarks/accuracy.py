@@ -11,9 +11,10 @@ float32, is an implementation too, "recurrence": what it is off by is no fault o
 """
 
 import argparse
+import itertools
 import math
 
-from tests.kernels.cases import OPS, Op, errors, evaluate, reference
+from tests.kernels.cases import OPS, errors, evaluate, reference
 from tests.kernels.hard_inputs import COLUMNS
 
 from .results import make_row, print_header, print_row, save
@@ -50,10 +51,6 @@ def _worst(found) -> float:
     return float(f"{worst:.1e}")
 
 
-def _implementations(op: Op, wanted: list[str]) -> list[str]:
-    return [name for name in wanted if name == RECURRENCE or name in op.implementations]
-
-
 def main() -> None:
     """Print a table, and with --save keep the figures."""
     parser = argparse.ArgumentParser(
@@ -70,18 +67,18 @@ def main() -> None:
     print_header(
         "op", "implementation", "inputs", "dtype", "tokens", "results", "gradients", "allowed"
     )
-    for op in options.ops:
-        for implementation in _implementations(BY_NAME[op], options.implementations):
-            for inputs in options.inputs:
-                for dtype in options.dtypes:
-                    for length in options.lengths:
-                        of = {"op": op, "implementation": implementation, "inputs": inputs}
-                        of |= {"dtype": dtype, "length": length, "head_size": options.head_size}
-                        figures = measure(**of)
-                        allowed = COLUMNS[inputs][1][dtype]
-                        print_row(*list(of.values())[:5], *figures.values(), allowed)
-                        if options.save:
-                            save("accuracy", [make_row(of, figures)])
+    for op, implementation, inputs, dtype, length in itertools.product(
+        options.ops, options.implementations, options.inputs, options.dtypes, options.lengths
+    ):
+        if implementation not in (RECURRENCE, *BY_NAME[op].implementations):
+            continue
+        of = {"op": op, "implementation": implementation, "inputs": inputs}
+        of |= {"dtype": dtype, "length": length, "head_size": options.head_size}
+        figures = measure(**of)
+        allowed = COLUMNS[inputs][1][dtype]
+        print_row(op, implementation, inputs, dtype, length, *figures.values(), allowed)
+        if options.save:
+            save("accuracy", [make_row(of, figures)])
 
 
 if __name__ == "__main__":
