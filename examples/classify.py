@@ -132,7 +132,9 @@ def load_documents(config: Config) -> tuple[Documents, Documents]:
     Raises:
         ValueError: a class's text cannot be read, or is too short.
     """
-    texts = [load_text([pattern], config.held_out_bytes) for pattern in config.classes]
+    texts = [
+        load_text([pattern], config.held_out_bytes, option="classes") for pattern in config.classes
+    ]
     size = config.document_bytes
     return cut([text.training for text in texts], size), cut(
         [text.held_out for text in texts], size

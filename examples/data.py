@@ -40,7 +40,7 @@ class Text:
     sha256: str
 
 
-def load_text(patterns: Sequence[str], held_out_bytes: int) -> Text:
+def load_text(patterns: Sequence[str], held_out_bytes: int, *, option: str = "text") -> Text:
     """The documents of the files that `patterns` name, or of Python's own manual without any.
 
     Args:
@@ -48,13 +48,16 @@ def load_text(patterns: Sequence[str], held_out_bytes: int) -> Text:
             other file is one document.
         held_out_bytes: length of the end that is not trained on; it may begin in the midst of a
             document.
+        option: what the patterns are called in errors.
 
     Raises:
         ValueError: a pattern matches no file; a file cannot be read, is empty, or is not what its
             name says; less than half of the text would be left to train on.
     """
     if patterns:
-        documents = [document for path in _matches(patterns) for document in _read(path)]
+        documents = [
+            document for path in _matches(patterns, option) for document in _read(path, option)
+        ]
     else:
         documents = _python_manual()
     hashed = hashlib.sha256()
@@ -204,41 +207,41 @@ def _python_manual() -> list[bytes]:
     return [document for document in documents if document]
 
 
-def _matches(patterns: Sequence[str]) -> list[Path]:
+def _matches(patterns: Sequence[str], option: str) -> list[Path]:
     paths = []
     for pattern in patterns:
         found = [p for p in map(Path, sorted(glob.glob(pattern, recursive=True))) if p.is_file()]
         if not found:
             hint = "; it is a folder" if Path(pattern).is_dir() else ""
-            raise ValueError(f"text must name files, but {pattern!r} matches none{hint}")
+            raise ValueError(f"{option} must name files, but {pattern!r} matches none{hint}")
         paths.extend(found)
     return list(dict.fromkeys(paths))
 
 
-def _read(path: Path) -> list[bytes]:
+def _read(path: Path, option: str) -> list[bytes]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"text {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{option} {path} cannot be read: {error.strerror}") from error
     if not content.strip():
-        raise ValueError(f"text must not be empty, but {path} holds nothing")
+        raise ValueError(f"{option} must not be empty, but {path} holds nothing")
     if path.suffix != ".jsonl":
         return [content]
     return [
-        _json_text(path, number, line)
+        _json_text(path, number, line, option)
         for number, line in enumerate(content.splitlines(), start=1)
         if line.strip()
     ]
 
 
-def _json_text(path: Path, number: int, line: bytes) -> bytes:
+def _json_text(path: Path, number: int, line: bytes, option: str) -> bytes:
     try:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError):
         text = None
     if not isinstance(text, str):
         raise ValueError(
-            f'text in {path} must have an object with a string "text" on every line, '
+            f'{option} in {path} must have an object with a string "text" on every line, '
             f"but line {number} is {line[:40].decode(errors='replace')!r}"
         )
     return text.encode()

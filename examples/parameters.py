@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Sequence
 
 import jax
@@ -53,9 +54,9 @@ def check_frozen(model: nnx.Module, patterns: Sequence[str]) -> None:
     all_names = names(model)
     for pattern in patterns:
         if not any(is_any(name, [pattern]) for name in all_names):
+            globs = dict.fromkeys(re.sub(r"/\d+/", "/*/", name) for name in all_names)
             raise ValueError(
-                f"freeze must name parameters, but {pattern!r} matches none of "
-                f"{', '.join(all_names)}"
+                f"freeze must name parameters, but {pattern!r} matches none of {', '.join(globs)}"
             )
     if all(is_any(name, patterns) for name in all_names):
         raise ValueError(f"freeze must leave a parameter to train, got {tuple(patterns)}")

@@ -49,14 +49,11 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def first_alone[T](function: Callable[[], T]) -> T:
-    """Call a function in the first process, and then in the others, which find what it wrote."""
-    if not is_first():
-        multihost_utils.sync_global_devices("first_alone")
-        return function()
-    result = function()
+def first_alone(function: Callable[[], None]) -> None:
+    """Call a function in the first process, when all have come here."""
     multihost_utils.sync_global_devices("first_alone")
-    return result
+    if is_first():
+        function()
 
 
 @contextlib.contextmanager

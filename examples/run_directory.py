@@ -13,30 +13,38 @@ class RunDirectory:
     """Where a run keeps its config, checkpoints and records, and at the end its result."""
 
     def __init__(self, path: Path, config: Record, *, may_change: frozenset[str]):
-        """Begin a run, or go on with it.
+        """See whether a run may begin here, or go on. Nothing is written before `claim`.
 
         Args:
-            path: the directory; made if there is none.
+            path: the directory.
             config: what the run depends on, of JSON types. It may change as long as nothing is
                 saved.
             may_change: fields of `config` that may differ when a run goes on.
 
         Raises:
-            ValueError: the directory cannot be written, or holds something else, or a run with
-                another config.
+            ValueError: the directory is none, or holds something else, or a run with another
+                config.
         """
         self.path = path
+        self.config = config
+        before = _read(path / "run.json")
+        if before is None:
+            _check_empty(path)
+        elif _has_begun(path) or before.keys() != config.keys():
+            _check_same(path, before, config, may_change)
+
+    def claim(self) -> None:
+        """Make the directory if there is none, and record the config.
+
+        Raises:
+            ValueError: the directory cannot be written.
+        """
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            before = _read(path / "run.json")
-            if before is None:
-                _check_empty(path)
-            elif _has_begun(path) or before.keys() != config.keys():
-                _check_same(path, before, config, may_change)
-            if before != config:
-                write_json(path / "run.json", config)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if _read(self.path / "run.json") != self.config:
+                write_json(self.path / "run.json", self.config)
         except OSError as error:
-            raise ValueError(f"run_dir {path} cannot be written: {error.strerror}") from error
+            raise ValueError(f"run_dir {self.path} cannot be written: {error.strerror}") from error
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -88,6 +96,10 @@ def _has_begun(path: Path) -> bool:
 
 
 def _check_empty(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise ValueError(f"run_dir must be a directory, but {path} is a file")
     found = sorted(entry.name for entry in path.iterdir() if entry.suffix != ".tmp")
     if found:
         raise ValueError(

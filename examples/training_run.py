@@ -89,10 +89,11 @@ def complete(
             # Sizes that do not divide are an error here, before anything is written.
             nnx.eval_shape(lambda: make_model(config, model_config))
         record = describe(config, model_config, text)
-        run = first_alone(lambda: RunDirectory(path, record, may_change=MAY_CHANGE))
+        run = RunDirectory(path, record, may_change=MAY_CHANGE)
         result = run.result
         with jax.set_mesh(mesh):
             training = None if result else begin(first_model(), config, text, frozen, mesh)
+        first_alone(run.claim)
     if training is None:
         print(f"{path} holds a finished run; give another --run-dir to train anew")
     else:

@@ -103,3 +103,4 @@ def test_wrong_commands_end_with_a_sentence(
     assert code not in (0, None)
     assert message in " ".join(error.split()), error
     assert "Traceback" not in error
+    assert not (tmp_path / "new").exists()

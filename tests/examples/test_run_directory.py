@@ -9,7 +9,9 @@ CONFIG = {"steps": 3, "mixer": ["kda"], "log_every": 1}
 
 
 def open_run(path, **changes):
-    return RunDirectory(path, CONFIG | changes, may_change=frozenset({"log_every"}))
+    run = RunDirectory(path, CONFIG | changes, may_change=frozenset({"log_every"}))
+    run.claim()
+    return run
 
 
 def save_checkpoint(path):
@@ -24,6 +26,12 @@ def test_new_then_resumed_then_finished(tmp_path):
     assert json.loads((path / "run.json").read_text())["log_every"] == 5
     run.finish({"final_step": 3})
     assert open_run(path).result == {"final_step": 3}
+
+
+def test_nothing_is_written_before_the_claim(tmp_path):
+    path = tmp_path / "runs" / "a"
+    assert RunDirectory(path, CONFIG, may_change=frozenset()).result is None
+    assert not path.parent.exists()
 
 
 def test_a_changed_config_is_refused_once_something_is_saved(tmp_path):
@@ -71,6 +79,7 @@ def test_a_config_of_no_model_is_refused(content, message, tmp_path):
 
 def test_a_path_that_cannot_be_a_directory(tmp_path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ValueError, match=r"run_dir .* cannot be written"):
-            open_run(path)
+    with pytest.raises(ValueError, match=r"run_dir must be a directory, but .*file is a file"):
+        open_run(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"run_dir .*run cannot be written: Not a directory"):
+        open_run(tmp_path / "file" / "run")

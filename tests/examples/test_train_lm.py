@@ -173,7 +173,7 @@ def fail(monkeypatch, capsys, *arguments):
         ("--text {tmp}/none.txt", ["text must name files", "none.txt' matches none"]),
         ("--text {tmp}/empty.txt", ["text must not be empty, but", "empty.txt holds nothing"]),
         ("--text {tmp}/bad.jsonl", ["bad.jsonl must have an object", "line 2 is 'oops'"]),
-        ("--run-dir {tmp}/empty.txt", ["run_dir", "empty.txt cannot be written"]),
+        ("--run-dir {tmp}/empty.txt", ["run_dir must be a directory", "empty.txt is a file"]),
         ("--run-dir {tmp}/empty.txt/run", ["run_dir", "cannot be written: Not a directory"]),
         ("--run-dir {tmp}", ["run_dir must be new, empty or an earlier run", "bad.jsonl"]),
     ],
