@@ -276,5 +276,21 @@ def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "
     return t + _multiply(dots, t, jnp.eye(size) - t - product)
 
 
+def solve_transposed(
+    m: Float[Array, "... C C"], inverse: Float[Array, "... C C"], x: Float[Array, "... C D"], dots
+) -> Float[Array, "... C D"]:
+    """(I + M)^-T x, by the inverse of I + M, for what passes from state to state.
+
+    For float32 with one step of refinement. Repeated keys make the inverse of norm 14 where the
+    result has norm 1, so that what the inverse was rounded by grows; without decay it then stays
+    for ever. After 65536 tokens at beta 1.9 dg is 7.5e-5 off in place of 1.1e-4.
+    """
+    y = dots.fine("...ij,...ik->...jk", inverse, x)
+    if dots.dtype == jnp.bfloat16:
+        return y
+    rest = x - y - dots("...ij,...ik->...jk", m, y)
+    return y + dots("...ij,...ik->...jk", inverse, rest)
+
+
 def _multiply(dots, x, y):
     return dots("...ij,...jk->...ik", x, y)

@@ -46,6 +46,7 @@ from .chunks import (
     l2norm,
     l2norm_gradient,
     log_decay_gradient,
+    solve_transposed,
     ungroup,
     unit_lower_inverse,
 )
@@ -63,7 +64,7 @@ def forward(options, states, tokens, documents, chunk_document):
     m = jnp.tril(dots("...ik,...jk->...ij", k, k), -1) * between
     inverse = unit_lower_inverse(m, dots)
     ends = (leaving * k).astype(dots.dtype)
-    written = dots.fine("...ij,...ik->...jk", inverse, ends).astype(dots.dtype)
+    written = solve_transposed(m, inverse, ends, dots).astype(dots.dtype)
     forgotten = dots("...ik,...il->...kl", written, entering * k).astype(dots.dtype)
     added = dots("...ik,...iv->...kv", written, v)
     inputs = (forgotten, decay.passing[..., None])

@@ -43,7 +43,15 @@ from .channel_decay import (
     pair_products,
     token_gradients,
 )
-from .chunks import Dots, carry_states, forget, group, ungroup, unit_lower_inverse
+from .chunks import (
+    Dots,
+    carry_states,
+    forget,
+    group,
+    solve_transposed,
+    ungroup,
+    unit_lower_inverse,
+)
 
 
 def forward(options, states, tokens, documents, chunk_document):
@@ -53,12 +61,13 @@ def forward(options, states, tokens, documents, chunk_document):
     q, k, v, g, beta = _chunked(options, *tokens)
     decay = ChannelDecay.of(g, documents, dots)
     attention, m = _attention(q, k, decay, dots)
-    inverse = unit_lower_inverse(beta * m, dots)
+    m = beta * m
+    inverse = unit_lower_inverse(m, dots)
     attention = attention.astype(storage)
 
     read = k * decay.entering
     ends = (k * decay.leaving).astype(dots.dtype)
-    written = dots.fine("...ij,...ik->...jk", inverse, ends).astype(dots.dtype)
+    written = solve_transposed(m, inverse, ends, dots).astype(dots.dtype)
     forgotten = dots("...ik,...il->...kl", written, beta * read)
     added = dots("...ik,...iv->...kv", written, beta * v)
     inputs = (forgotten.astype(dots.dtype), decay.passing)
