@@ -32,13 +32,13 @@ CALLS = {
     "short": Call({"length": 5, "heads": 1, "value_heads": 1, "key_size": 16, "value_size": 8}),
     "grouped": Call(
         {"length": 140, "heads": 1, "value_heads": 3, "key_size": 32, "value_size": 64},
-        packed="a state a row",
+        packed="cu_seqlens",
         qk_l2norm=True,
         dtype="bfloat16",
     ),
     "rows": Call(
         {"length": 257, "heads": 2, "value_heads": 2, "key_size": 64, "value_size": 16, "batch": 2},
-        packed="a state a document",
+        packed="segment_ids",
         qk_l2norm=True,
     ),
 }
@@ -51,12 +51,12 @@ def arrays(draw, op, call):
     options = {"qk_l2norm": call.qk_l2norm}
     rng = np.random.default_rng(draw(st.integers(0, 99)))
 
-    decay = st.sampled_from([0.0, -1e-4, -0.1, -1.0, -7.0, -30.0, -1000.0, -np.inf])
+    decay = st.sampled_from([0.5, 0.0, -1e-4, -0.1, -1.0, -7.0, -30.0, -1000.0, -np.inf])
     usual, rare = draw(decay), draw(decay)
     is_rare = rng.random(inputs["g"].shape) < draw(st.sampled_from([0.0, 0.02, 0.5]))
     inputs["g"] = np.where(is_rare, rare, usual)
     if "beta" in inputs:
-        inputs["beta"] = inputs["beta"] * draw(st.sampled_from([0.01, 1.0, 1.9]))
+        inputs["beta"] = inputs["beta"] * draw(st.sampled_from([-0.1, 0.01, 1.0, 1.9]))
         inputs["beta"][:, 1::2] *= draw(st.sampled_from([0.0, 1.0]))
     different_keys = draw(st.sampled_from([1, 7, 1000]))
     inputs["k"] = inputs["k"][:, np.arange(inputs["k"].shape[1]) % different_keys]
@@ -64,15 +64,16 @@ def arrays(draw, op, call):
     if call.packed != "not":
         batch, length = inputs["v"].shape[:2]
         ends = np.sort(rng.integers(0, length + 1, (batch, DOCUMENTS - 1, 1)), axis=1)
+        state = inputs["dfinal_state"]
+        inputs["dfinal_state"] = rng.normal(size=(batch, DOCUMENTS, *state.shape[1:]))
+    if call.packed == "cu_seqlens":
+        inputs["cu_seqlens"] = np.concatenate([[0], ends.ravel(), [length]])
+        inputs["initial_state"] = rng.normal(size=inputs["dfinal_state"].shape)
+    if call.packed == "segment_ids":
         document = (np.arange(length) >= ends).sum(axis=1)
         padding = rng.random((batch, 1)) < 0.5
         inputs["segment_ids"] = np.where(padding & (document == 1), 0, document + 1)
-    if call.packed == "a state a row":
-        options["output_final_state"] = False
-    if call.packed == "a state a document":
         options["max_num_segments"] = DOCUMENTS
-        state = inputs["dfinal_state"]
-        inputs["dfinal_state"] = rng.normal(size=(state.shape[0], DOCUMENTS, *state.shape[1:]))
     hard = different_keys < 1000 or ("beta" in inputs and inputs["beta"].max() > 1)
     return inputs, options, (HARD if hard else EASY)[call.dtype]
 
