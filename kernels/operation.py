@@ -114,15 +114,7 @@ class Operation:
             time=() if placement is None else placement.split_time,
         )
         num_states = num_documents if per_document else None
-        if options.time:
-            _check_whole_time("partition", options.implementation, num_states)
-        if options.num_splits is not None and options.num_splits > 1:
-            if options.time:
-                raise ValueError(
-                    "num_splits must be None or 1 where partition splits the time axis, "
-                    f"got {num_splits} and axes {options.time}"
-                )
-            _check_whole_time("num_splits", options.implementation, num_states)
+        _check_stretches(options, num_states)
         run = functools.partial(self._lay_out, options, num_states, output_final_state)
         arrays = (tokens, initial_state, segment_ids, cu_seqlens)
         if placement is None:
@@ -295,6 +287,20 @@ def _num_documents(
             "documents to return a state for; got None"
         )
     return None
+
+
+def _check_stretches(options: Options, num_states: int | None) -> None:
+    """Check that rows may be cut into stretches, where the mesh or `num_splits` does so."""
+    cut = options.num_splits is not None and options.num_splits > 1
+    if options.time:
+        _check_whole_time("partition", options.implementation, num_states)
+        if cut:
+            raise ValueError(
+                "num_splits must be None or 1 where partition splits the time axis, "
+                f"got {options.num_splits} and axes {options.time}"
+            )
+    elif cut:
+        _check_whole_time("num_splits", options.implementation, num_states)
 
 
 def _check_whole_time(name: str, implementation: str | None, num_states: int | None) -> None:
