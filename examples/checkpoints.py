@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import sys
 import time
 import zlib
@@ -34,6 +35,10 @@ class NotSaved(Exception):
     """A checkpoint could not be written."""
 
 
+class NotReadable(ValueError):
+    """There are checkpoints, and none can be read."""
+
+
 class Checkpoints:
     """The newest checkpoints of a run and its best one, written in the background.
 
@@ -44,11 +49,20 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int = 2):
         """Open a directory, which need not exist.
 
+        Checkpoints whose damage would hide the others are moved aside and reported.
+
         Args:
             directory: one subdirectory per step.
             keep: how many of the newest stay.
+
+        Raises:
+            NotReadable: there are checkpoints, and all are damaged so.
         """
         self._directory = directory.resolve()
+        unlistable = _unlistable(self._directory)
+        if len(unlistable) == len(_steps(self._directory)):
+            self._check_any_readable(unlistable)
+        _move_aside(self._directory, unlistable)
         self._checkpointer = ocp.training.Checkpointer(
             self._directory,
             preservation_policy=policies.AnyPreservationPolicy(
@@ -124,7 +138,7 @@ class Checkpoints:
             The checkpoint's step; 0 without any checkpoint.
 
         Raises:
-            ValueError: there are checkpoints, and none can be read.
+            NotReadable: there are checkpoints, and none can be read.
         """
         unreadable: dict[int, str] = {}
         for checkpoint in reversed(self._checkpointer.checkpoints):
@@ -133,38 +147,31 @@ class Checkpoints:
             except Exception as error:  # whatever a damaged file makes the readers raise
                 unreadable[checkpoint.step] = _root_cause(error)
                 continue
-            self._move_aside(unreadable, checkpoint.step)
+            _move_aside(self._directory, unreadable)
+            if unreadable:
+                self._checkpointer.reload()
             nnx.update(training.model, loaded["model"])
             nnx.update(training.optimizer, loaded["optimizer"])
             training.data.set_state(loaded["data"])
             return checkpoint.step
-        if unreadable:
-            step, reason = next(iter(unreadable.items()))
-            raise ValueError(
-                f"run_dir must hold a checkpoint that can be read, but none of steps "
-                f"{sorted(unreadable)} in {self._directory} can; step {step}: {reason}"
-            )
+        self._check_any_readable(unreadable)
         return 0
+
+    def _check_any_readable(self, unreadable: Mapping[int, str]) -> None:
+        """Check that what cannot be read, which is all there is, is nothing."""
+        if unreadable:
+            newest = max(unreadable)
+            raise NotReadable(
+                f"run_dir must hold a checkpoint that can be read, but none of steps "
+                f"{sorted(unreadable)} in {self._directory} can; step {newest}: "
+                f"{unreadable[newest]}"
+            )
 
     def _load(self, step: int, training: Training) -> dict[str, Any]:
         loaded = self._checkpointer.load_checkpointables(step, _arrays(training))
         loaded["data"] = _metadata(self._directory / str(step))["data"]
         _check_numbers(loaded, self._directory / str(step))
         return loaded
-
-    def _move_aside(self, unreadable: Mapping[int, str], good: int) -> None:
-        for step, reason in unreadable.items() if is_first() else ():
-            target = self._directory.with_name("unreadable") / f"{step}-{time.time_ns()}"
-            target.parent.mkdir(exist_ok=True)
-            (self._directory / str(step)).rename(target)
-            print(
-                f"checkpoint of step {step} cannot be read ({reason}); it is moved to {target}, "
-                f"and the run goes on from step {good}",
-                file=sys.stderr,
-            )
-        if unreadable:
-            multihost_utils.sync_global_devices("moved aside")
-            self._checkpointer.reload()
 
 
 _best_checkpoint = policies.BestN(
@@ -186,7 +193,7 @@ def load_model(directory: Path, model: nnx.Module) -> int:
     Raises:
         ValueError: there is no checkpoint, or none can be read.
     """
-    steps = [int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
+    steps = _steps(directory)
     if not steps:
         raise ValueError(f"a checkpoint is needed, but {directory} holds none")
     unreadable: dict[Path, str] = {}
@@ -204,6 +211,38 @@ def load_model(directory: Path, model: nnx.Module) -> int:
         return step
     newest, reason = next(iter(unreadable.items()))
     raise ValueError(f"a checkpoint that can be read is needed, but {newest} cannot: {reason}")
+
+
+def _steps(directory: Path) -> list[int]:
+    return [int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
+
+
+def _unlistable(directory: Path) -> dict[int, str]:
+    """Steps with a file that is no JSON object, for which orbax would list no checkpoint at all."""
+    found = {}
+    for step in _steps(directory):
+        for file in ("_CHECKPOINT_METADATA", "metrics/metrics"):
+            path = directory / str(step) / file
+            try:
+                if path.exists() and not isinstance(json.loads(path.read_bytes()), dict):
+                    found[step] = f"{file} is no JSON object"
+            except ValueError:
+                found[step] = f"{file} is no JSON"
+    return found
+
+
+def _move_aside(directory: Path, unreadable: Mapping[int, str]) -> None:
+    # Every process has found them before the first one moves them.
+    multihost_utils.sync_global_devices("found unreadable")
+    for step, reason in unreadable.items() if is_first() else ():
+        target = directory.with_name("unreadable") / f"{step}-{time.time_ns()}"
+        target.parent.mkdir(exist_ok=True)
+        (directory / str(step)).rename(target)
+        print(
+            f"checkpoint of step {step} cannot be read ({reason}); it is moved to {target}",
+            file=sys.stderr,
+        )
+    multihost_utils.sync_global_devices("moved aside")
 
 
 def _arrays(training: Training) -> dict[str, nnx.State]:
@@ -242,5 +281,4 @@ def _on_host(leaf: Any) -> np.ndarray:
 def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:400]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -24,12 +24,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 from optimizer import freeze, make_optimizer
 from parameters import carry_over, check_frozen
-from run_directory import read_config
 from sampling import pad_left
 from tqdm import trange
-from trained import load_trained
+from trained import load_trained, read_model_config
 
-from gla_layers import LanguageModel, LanguageModelConfig
+from gla_layers import LanguageModel
 
 COUNTS = ("held_out_bytes", "document_bytes", "steps", "batch_size")
 
@@ -109,7 +108,7 @@ class Classifier(nnx.Module):
 
 def main() -> None:
     """Load, train, measure, and print the result."""
-    with one_sentence_errors(ValueError):
+    with one_sentence_errors(ValueError, OSError):
         config = tyro.cli(Config, description=__doc__)
         training, held_out = load_documents(config)
         model, step = load(config)
@@ -130,11 +129,13 @@ def load_documents(config: Config) -> tuple[Documents, Documents]:
     """The documents to train on, and those to measure with.
 
     Raises:
-        ValueError: a class's text cannot be read, or is too short.
+        ValueError: a class's text cannot be read, is too short, or is that of another.
     """
     texts = [
         load_text([pattern], config.held_out_bytes, option="classes") for pattern in config.classes
     ]
+    if len({text.sha256 for text in texts}) < len(texts):
+        raise ValueError(f"classes must have different texts, but two of {config.classes} do not")
     size = config.document_bytes
     return cut([text.training for text in texts], size), cut(
         [text.held_out for text in texts], size
@@ -153,7 +154,7 @@ def cut(classes: Sequence[Sequence[bytes]], size: int) -> Documents:
 
 def load(config: Config) -> tuple[Classifier, int]:
     """A classifier with the old run's parameters, what became of which is printed, and its step."""
-    model_config = LanguageModelConfig(**read_config(config.from_run)["model"])
+    model_config = read_model_config(config.from_run)
     rngs = nnx.Rngs(config.seed)
     body = LanguageModel(model_config, dtype=jnp.dtype(config.dtype), rngs=rngs)
     model = Classifier(body, len(config.classes), rngs=rngs)

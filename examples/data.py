@@ -63,7 +63,11 @@ def load_text(patterns: Sequence[str], held_out_bytes: int, *, option: str = "te
     hashed = hashlib.sha256()
     for document in documents:
         hashed.update(len(document).to_bytes(8, "little") + document)
-    return Text(*_hold_out_tail(documents, held_out_bytes), hashed.hexdigest())
+    try:
+        parts = _hold_out_tail(documents, held_out_bytes)
+    except ValueError as error:
+        raise ValueError(" for ".join([str(error), *patterns[:1]])) from error
+    return Text(*parts, hashed.hexdigest())
 
 
 def training_stream(
@@ -212,7 +216,7 @@ def _matches(patterns: Sequence[str], option: str) -> list[Path]:
     for pattern in patterns:
         found = [p for p in map(Path, sorted(glob.glob(pattern, recursive=True))) if p.is_file()]
         if not found:
-            hint = "; it is a folder" if Path(pattern).is_dir() else ""
+            hint = "; it is a folder" if pattern and Path(pattern).is_dir() else ""
             raise ValueError(f"{option} must name files, but {pattern!r} matches none{hint}")
         paths.extend(found)
     return list(dict.fromkeys(paths))
@@ -236,12 +240,9 @@ def _read(path: Path, option: str) -> list[bytes]:
 
 def _json_text(path: Path, number: int, line: bytes, option: str) -> bytes:
     try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
+        return json.loads(line)["text"].encode()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f'{option} in {path} must have an object with a string "text" on every line, '
             f"but line {number} is {line[:40].decode(errors='replace')!r}"
-        )
-    return text.encode()
+        ) from error

@@ -13,9 +13,8 @@ import tyro
 from errors import one_sentence_errors
 from mesh import TRAINING
 from parameters import carry_over, check_frozen
-from run_directory import read_config
 from train_config import TrainingConfig
-from trained import load_trained
+from trained import load_trained, read_model_config
 from training_run import complete, make_model
 
 from gla_layers import LanguageModel, LanguageModelConfig
@@ -48,11 +47,13 @@ class Config(TrainingConfig):
 
 def main() -> None:
     """Load, train, evaluate, sample, and print the result."""
-    with one_sentence_errors(ValueError):
+    with one_sentence_errors(ValueError, OSError):
         config = tyro.cli(Config, description=__doc__)
-        before = LanguageModelConfig(**read_config(config.from_run)["model"])
+        before = read_model_config(config.from_run)
         model_config = with_attention(deeper(before, config.add_layers), config.attention_layers)
-    path = config.run_dir or config.from_run.with_name(f"{config.from_run.name}-finetuned")
+        path = config.run_dir or config.from_run.with_name(f"{config.from_run.name}-finetuned")
+        if path.resolve() == config.from_run.resolve():
+            raise ValueError(f"run_dir must be another than from_run, got {path} for both")
     complete(config, model_config, path, lambda: load(config, model_config), frozen=config.freeze)
 
 
@@ -65,8 +66,10 @@ def with_attention(config: LanguageModelConfig, layers: tuple[int, ...]) -> Lang
     """The architecture with attention in some layers.
 
     Raises:
-        ValueError: there is no such layer, or it has attention already.
+        ValueError: there is no such layer, it has attention already, or it is named twice.
     """
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"attention_layers must be different, got {layers}")
     mixers = list(config.layer_mixers)
     for layer in layers:
         if not 0 <= layer < len(mixers):

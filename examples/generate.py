@@ -49,7 +49,7 @@ class Config(Sampling):
 
 def main() -> None:
     """Print each prompt with what the model makes of it, and the result."""
-    with one_sentence_errors(ValueError):
+    with one_sentence_errors(ValueError, OSError):
         config = tyro.cli(Config, description=__doc__)
         model, step = load_trained(
             config.run_dir, dtype=config.dtype, implementation=config.implementation

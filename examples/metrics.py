@@ -72,9 +72,10 @@ def plot_loss(rows: Sequence[Row], path: Path) -> None:
         ("eval_bits_per_byte", "held out", "o-"),
     ):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), style, linewidth=1, label=label)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, linewidth=1, label=label)
+            axes.legend()
     axes.set(xlabel="step", ylabel="bits per byte")
-    axes.legend()
     figure.savefig(path, dpi=150)
 
 
@@ -82,14 +83,17 @@ def _read(path: Path) -> list[Row]:
     """The rows of a file whose last line a kill may have cut short."""
     if not path.exists():
         return []
-    *lines, _ = path.read_text().split("\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
+        rows = [json.loads(line) for line in lines]
+    except ValueError:
+        rows = [None]
+    if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
         raise ValueError(
-            f"{path} must hold an object of JSON on every line; move it away to go on without the "
-            "record of earlier steps"
-        ) from error
+            f"{path} must hold an object of JSON with a step on every line; move it away to go on "
+            "without the record of earlier steps"
+        )
+    return rows
 
 
 def _replace(path: Path, rows: Iterable[Row]) -> None:

@@ -94,6 +94,8 @@ class Config:
             size = getattr(self, name)
             if size < 1 or size % factor:
                 raise ValueError(f"{name} must be a multiple of {factor}, got {size}")
+        if self.head_dim > 256:
+            raise ValueError(f"head_dim must be at most 256, got {self.head_dim}")
         if self.vocabulary < self.num_keys:
             raise ValueError(
                 f"vocabulary must be at least num_keys = {self.num_keys}, got {self.vocabulary}"

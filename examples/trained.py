@@ -13,6 +13,19 @@ from gla_layers import LanguageModel, LanguageModelConfig, ShardingConfig
 ANYWHERE = ShardingConfig()
 
 
+def read_model_config(run_dir: Path) -> LanguageModelConfig:
+    """The architecture of the model of a run.
+
+    Raises:
+        ValueError: there is no run, or none of a model.
+    """
+    model = read_config(run_dir)["model"]
+    try:
+        return LanguageModelConfig(**model)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{run_dir / 'run.json'} must tell of a model, but: {error}") from error
+
+
 def load_trained(
     run_dir: Path,
     sharding: ShardingConfig = ANYWHERE,
@@ -31,11 +44,14 @@ def load_trained(
     Raises:
         ValueError: there is no run, or no checkpoint that can be read.
     """
-    config = read_config(run_dir)
+    model_config = read_model_config(run_dir)
+    dtype = dtype or read_config(run_dir).get("dtype")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"{run_dir / 'run.json'} must tell of a dtype, but has {dtype!r}")
     model = create(
         lambda: LanguageModel(
-            LanguageModelConfig(**config["model"]),
-            dtype=jnp.dtype(dtype or config["dtype"]),
+            model_config,
+            dtype=jnp.dtype(dtype),
             sharding=sharding,
             implementation=implementation,
             rngs=nnx.Rngs(0),

@@ -6,6 +6,7 @@ plus the signal's number.
 """
 
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from baselines import gzip_bits_per_byte, unigram_bits_per_byte
-from checkpoints import Checkpoints, NotSaved, Training
+from checkpoints import Checkpoints, NotReadable, NotSaved, Training
 from data import (
     DOCUMENT_MARK,
     Text,
@@ -102,7 +103,8 @@ def complete(
             print(continue_prompt(training.model, config, model_config))
             result = report(training.model, text, rows, path)
         if is_first():
-            run.finish(result)
+            with one_sentence_errors(OSError):
+                run.finish(result)
     print(json.dumps(result))
 
 
@@ -153,7 +155,11 @@ def train_or_stop(
 
     On SIGTERM or Ctrl-C the program ends here, with what it has saved.
     """
-    held_out = evaluation_rows(text.held_out, config.sequence_length)
+    evaluate = functools.partial(
+        bits_per_byte,
+        rows=evaluation_rows(text.held_out, config.sequence_length),
+        batch_size=config.batch_size,
+    )
     schedule = Schedule(
         config.steps,
         config.accumulate,
@@ -162,13 +168,13 @@ def train_or_stop(
         config.checkpoint_every,
     )
     with (
-        one_sentence_errors(NotSaved),
+        one_sentence_errors(NotSaved, NotReadable, OSError),
         own_directory(path) as records,
         Interrupts() as interrupts,
         Checkpoints(path / "checkpoints", keep=config.keep_checkpoints) as checkpoints,
     ):
         tensorboard = records / "tensorboard" if config.tensorboard else None
-        with one_sentence_errors(ValueError, OSError):
+        with one_sentence_errors(ValueError):
             start = checkpoints.restore(training)
             metrics = Metrics(records / "metrics.jsonl", last_step=start, tensorboard=tensorboard)
         if start and is_first():
@@ -179,7 +185,7 @@ def train_or_stop(
                 training,
                 start=start,
                 schedule=schedule,
-                evaluate=lambda model: bits_per_byte(model, held_out, config.batch_size),
+                evaluate=evaluate,
                 checkpoints=checkpoints,
                 metrics=metrics,
                 interrupts=interrupts,
@@ -189,6 +195,9 @@ def train_or_stop(
                 ),
             )
         rows = metrics.rows
+        if start == config.steps:
+            # Killed before its report; the record, which may be lost, is the first process's.
+            rows.append({"step": start, "eval_bits_per_byte": evaluate(training.model)})
         plot_loss(rows, records / "loss.png")
     if interrupts.received is not None and last_step < config.steps:
         print(f"stopped by {interrupts.received.name}; step {last_step} is saved in {path}")
@@ -199,9 +208,9 @@ def train_or_stop(
 def report(model: LanguageModel, text: Text, rows: Sequence[Row], path: Path) -> dict[str, Any]:
     """The outcome of a finished run."""
     speed: dict[str, float] = {
-        name: statistics.median(row[name] for row in rows)
+        name: statistics.median(row[name] for row in rows if name in row)
         for name in ("tokens_per_second", "mfu")
-        if name in rows[-1]
+        if any(name in row for row in rows)
     }
     return {
         "final_step": rows[-1]["step"],

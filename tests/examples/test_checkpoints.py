@@ -122,14 +122,35 @@ def test_the_best_one_stays_too(tmp_path):
         assert sorted(path.name for path in directory.iterdir()) == ["2", "5"]
 
 
-@pytest.mark.parametrize("content", ["", "{}", "not JSON"])
-def test_damaged_metadata_are_told(content, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("_CHECKPOINT_METADATA", "", "_CHECKPOINT_METADATA is no JSON"),
+        ("_CHECKPOINT_METADATA", "not JSON", "_CHECKPOINT_METADATA is no JSON"),
+        ("_CHECKPOINT_METADATA", "[]", "_CHECKPOINT_METADATA is no JSON object"),
+        ("_CHECKPOINT_METADATA", "{}", "the metadata saved with it hold no checksums and no data"),
+        ("metrics/metrics", "not JSON", "metrics/metrics is no JSON"),
+        ("metrics/metrics", "[]", "metrics/metrics is no JSON object"),
+    ],
+)
+def test_damaged_metadata_are_told(file, content, reason, tmp_path, capfd):
     directory = tmp_path / "checkpoints"
-    save(directory, {3, 4})
-    (directory / "4" / "_CHECKPOINT_METADATA").write_text(content)
+    training = save(directory, {3})
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(4, training, held_out=1.0)
+    (directory / "4" / file).write_text(content)
     assert restore(directory, make_training(seed=1)) == 3
-    message = capfd.readouterr().err
-    assert "ValueError: the metadata saved with it hold no checksums and no data" in message
+    assert reason in capfd.readouterr().err
+    assert len(list(tmp_path.glob("unreadable/4-*/model"))) == 1
+
+
+def test_damaged_metadata_alone_are_left_alone(tmp_path):
+    directory = tmp_path / "checkpoints"
+    save(directory, {3})
+    (directory / "3" / "_CHECKPOINT_METADATA").write_text("[]")
+    with pytest.raises(ValueError, match=r"none of steps \[3\] in .* can; step 3: _CHECK"):
+        restore(directory, make_training(seed=1))
+    assert (directory / "3" / "model").is_dir()
 
 
 @pytest.mark.parametrize("how", ["flipped", "shortened"])
@@ -142,7 +163,6 @@ def test_a_damaged_checkpoint_is_moved_aside_for_the_one_before(how, tmp_path, c
         assert checkpoints.restore(training) == 3
         message = capfd.readouterr().err
         assert "checkpoint of step 4 cannot be read" in message
-        assert "goes on from step 3" in message
         assert len(list(tmp_path.glob("unreadable/4-*/model"))) == 1
         advance(training)
         checkpoints.save(4, training)

@@ -89,8 +89,12 @@ def test_a_document_is_classified_as_it_is_alone():
         ("--classes a.txt", "classes must be at least 2 different globs, got ('a.txt',)"),
         ("--classes a.txt a.txt", "classes must be at least 2 different globs"),
         ("--classes none.txt a.txt", "classes must name files, but 'none.txt' matches none"),
-        ("--classes a.txt b.txt --held-out-bytes 600", "held_out_bytes must be from 1 to half"),
+        (
+            "--classes a.txt b.txt --held-out-bytes 600",
+            "1 to half of the text's 1000 bytes, got 600 for a.txt",
+        ),
         ("--classes empty.txt a.txt", "classes must not be empty, but empty.txt holds nothing"),
+        ("--classes a.txt ./a.txt --held-out-bytes 9", "classes must have different texts, but"),
         ("--classes a.txt b.txt --steps 0", "steps must be at least 1, got 0"),
         ("--classes a.txt b.txt --learning-rate 0", "learning_rate must be a number above 0"),
         ("--classes a.txt b.txt --seed -1", "seed must be from 0 to 2**32 - 1, got -1"),

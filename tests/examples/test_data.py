@@ -120,6 +120,7 @@ def test_decode_leaves_out_marks_and_replaces_what_is_no_text():
         ('{"text": "a"}\nno json\n', "line 2 is 'no json'"),
         ('{"txt": "a"}\n', "line 1 is"),
         ('{"text": 3}\n', 'a string "text" on every line'),
+        ('{"text": "\\ud800"}\n', 'a string "text" on every line'),
         ("[1]\n", 'a string "text" on every line'),
         ('{"text": "a"}\n', "held_out_bytes must be from 1 to half of the text's 1 bytes, got 1"),
     ],

@@ -78,14 +78,14 @@ def test_frozen_stay_fresh_are_named_and_a_stopped_run_goes_on(
         ("--text a.txt", "held_out_bytes must be from 1 to half of the text's 1000 bytes"),
         ("--text a.txt --add-layers -1", "add_layers must be at least 0, got -1"),
         ("--text a.txt --attention-layers 2", "attention_layers must be from 0 to 1, got 2"),
-        ("--text a.txt --attention-layers 0 0", "but 0 has attention"),
+        ("--text a.txt --attention-layers 0 0", "attention_layers must be different, got (0, 0)"),
         ("--text a.txt --attention-layers 1", "but 1 has attention"),
         ("--text a.txt --held-out-bytes 9 --freeze mpl/*", "'mpl/*' matches none of embed/"),
         ("--text a.txt --held-out-bytes 9 --freeze *", "freeze must leave a parameter to train"),
         ("--text a.txt --steps 0", "steps must be at least 1, got 0"),
         ("--text a.txt --mixer kda", "--mixer"),
         ("--text a.txt --from-run nowhere", "a run is needed, but nowhere holds none"),
-        ("--text a.txt --held-out-bytes 9 --run-dir {small_run}", "a run with another config"),
+        ("--text a.txt --run-dir {small_run}", "run_dir must be another than from_run, got"),
     ],
 )
 def test_wrong_commands_end_with_a_sentence(

@@ -76,13 +76,29 @@ def test_the_sample_of_the_training_script_is_one_of_these(small_run, monkeypatc
         (["--top-q", "1"], ["--top-q", "--top-p"]),
         ([], ["a run is needed", "tiny-gated_deltanet holds none: it has no run.json"]),
         (["--run-dir", "begun"], ["a checkpoint is needed, but begun/checkpoints holds none"]),
+        (["--run-dir", "x" * 300], ["File name too long"]),
+        (["--run-dir", "no_dict"], ["no_dict/run.json must tell of a model, but: "]),
+        (
+            ["--run-dir", "no_mixer"],
+            ["no_mixer/run.json must tell of a model, but: 'rnn' is no mixer"],
+        ),
+        (["--run-dir", "no_field"], ["no_field/run.json must tell of a model, but: ", "width"]),
+        (["--run-dir", "no_dtype"], ["no_dtype/run.json must tell of a dtype, but has 'float99'"]),
     ],
 )
 def test_wrong_commands_end_with_a_sentence(
     arguments, messages, small_run, tmp_path, monkeypatch, capsys
 ):
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "run.json").write_bytes((small_run / "run.json").read_bytes())
+    begun = json.loads((small_run / "run.json").read_text())
+    for name, change in {
+        "begun": {},
+        "no_dict": {"model": "x"},
+        "no_mixer": {"model": begun["model"] | {"mixers": ["rnn"]}},
+        "no_field": {"model": begun["model"] | {"width": 3}},
+        "no_dtype": {"dtype": "float99"},
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(begun | change))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
     with pytest.raises(SystemExit) as caught:

@@ -35,8 +35,9 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
     assert read(path) == rows(1, 2)
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st#p"\n')
+@pytest.mark.parametrize("line", [b'{"st#p"', b"{}", b"3", b"\xff\x00"])
+def test_a_damaged_file_is_named(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl must hold an object of JSON"):
         Metrics(tmp_path / "metrics.jsonl", last_step=1)
 
@@ -55,3 +56,4 @@ def test_plot_is_a_picture(tmp_path):
     )
     assert path.read_bytes().startswith(b"\x89PNG")
     plot_loss(rows(1), path)
+    plot_loss([], path)

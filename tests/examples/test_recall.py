@@ -68,6 +68,7 @@ def test_a_table_curves_and_a_plot(tmp_path, monkeypatch, capsys):
         ("--num-keys 12", "num_keys must be a multiple of 8, got 12"),
         ("--batch-size 6", "batch_size must be a multiple of 4, got 6"),
         ("--head-dim 7", "head_dim must be a multiple of 2, got 7"),
+        ("--head-dim 258", "head_dim must be at most 256, got 258"),
         ("--writes 0", "writes must be at least 1, got 0"),
         ("--vocabulary 4", "vocabulary must be at least num_keys = 8, got 4"),
         ("--learning-rate nan", "learning_rate must be a number above 0, got nan"),

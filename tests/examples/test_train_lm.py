@@ -113,6 +113,12 @@ def test_stopped_runs_end_as_a_whole_one(tmp_path, monkeypatch, capsys):
     assert "holds a finished run" in again
     assert again.splitlines()[-1] == output.splitlines()[-1]
 
+    for lost in ("result.json", "metrics.jsonl"):
+        (stopped / lost).unlink()
+    train_lm.main()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told == {name: x for name, x in result.items() if name != "tokens_per_second"}
+
     changed = ["--run-dir", stopped, "--learning-rate", "0.1", "--log-every", "7"]
     code, error = fail(monkeypatch, capsys, *COMMAND, *changed)
     assert code == 1
