@@ -13,8 +13,7 @@ from jaxtyping import Array, Float
 from .activations import activation as activation_named
 from .activations import implementation_for
 from .configuration import check_options, positive, sizes
-from .inputs import check_dtype
-from .kernels.arguments import check_flags
+from .kernels.arguments import check_flags, check_float
 from .kernels.gated_norm import gated_rms_norm
 
 
@@ -94,12 +93,12 @@ class GatedRMSNorm(nnx.Module):
             ValueError: a dtype is wrong, the last axis of x does not hold whole heads, or gate has
                 another shape.
         """
-        check_dtype("x", x, jnp.floating)
+        check_float("x", x)
         if gate is not None:
-            check_dtype("gate", gate, jnp.floating)
+            check_float("gate", gate)
             if gate.shape != x.shape:
                 raise ValueError(f"gate must have x's shape {x.shape}, got {gate.shape}")
-        if x.shape[-1] % self.num_features:
+        if x.ndim < 1 or x.shape[-1] % self.num_features:
             raise ValueError(
                 f"x must hold whole heads of {self.num_features} on its last axis, "
                 f"got shape {x.shape}"

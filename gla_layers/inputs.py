@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .kernels.arguments import is_concrete
+from .kernels.arguments import check_float, is_concrete
 from .kernels.packing import Packing, keep
 
 
@@ -16,7 +16,7 @@ def check_inputs(x: Array, hidden_size: int, segment_ids: Array | None) -> None:
     Raises:
         ValueError: naming the argument, what came and what is expected.
     """
-    check_dtype("x", x, jnp.floating)
+    check_float("x", x)
     if x.ndim != 3 or x.shape[2] != hidden_size:
         raise ValueError(f"x must be [B, T, {hidden_size}], got shape {x.shape}")
     check_segment_ids(segment_ids, x.shape[:2])

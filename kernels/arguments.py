@@ -122,13 +122,13 @@ def check_packing(
                 f"max_num_segments must be an integer of at least 1, got {max_num_segments!r}"
             )
     if segment_ids is not None:
-        _check_integer("segment_ids", segment_ids)
+        check_integer("segment_ids", segment_ids)
         if segment_ids.shape != (batch, length):
             raise ValueError(
                 f"segment_ids must be [B, T] = {[batch, length]}, got shape {segment_ids.shape}"
             )
     if cu_seqlens is not None:
-        _check_integer("cu_seqlens", cu_seqlens)
+        check_integer("cu_seqlens", cu_seqlens)
         if batch != 1:
             raise ValueError(f"cu_seqlens needs a batch of 1, got q with a batch of {batch}")
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
@@ -260,7 +260,12 @@ def check_float(name: str, x: Array) -> None:
         raise ValueError(f"{name} must be an array of one of {FLOATS}, got {got}")
 
 
-def _check_integer(name: str, x: Array) -> None:
+def check_integer(name: str, x: Array) -> None:
+    """Check that the named argument is an array of integers.
+
+    Raises:
+        ValueError: naming the argument, what came and what was expected.
+    """
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
         got = getattr(x, "dtype", type(x).__name__)
         raise ValueError(f"{name} must be an integer array, got {got}")

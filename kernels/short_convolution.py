@@ -189,9 +189,7 @@ def _check(x, kernel, bias, history, visible):
     for name, (array, shape) in expected.items():
         if array is None:
             continue
-        if name != "visible":
-            arguments.check_float(name, array)
-        elif not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"visible must be an array of integers, got {array.dtype}")
+        check = arguments.check_integer if name == "visible" else arguments.check_float
+        check(name, array)
         if array.shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, got shape {array.shape}")

@@ -59,10 +59,11 @@ def test_unknown_activation():
 @pytest.mark.parametrize(
     ("x", "gate", "message"),
     [
-        (jnp.ones((1, 8), int), None, "x must be an array of floating type, got int32"),
-        ([1.0] * 8, None, "x must be an array of floating type, got list"),
+        (jnp.ones((1, 8), int), None, r"x must be an array of one of \(.*\), got int32"),
+        (jnp.float32(1), None, r"x must hold whole heads of 8 .* got shape \(\)"),
+        ([1.0] * 8, None, r"x must be an array of one of \(.*\), got list"),
         (jnp.ones((1, 8)), jnp.ones((1, 16)), r"gate must have x's shape \(1, 8\), got \(1, 16\)"),
-        (jnp.ones((1, 8)), 1.0, "gate must be an array of floating type, got float"),
+        (jnp.ones((1, 8)), 1.0, r"gate must be an array of one of \(.*\), got float"),
     ],
 )
 def test_wrong_calls(x, gate, message):

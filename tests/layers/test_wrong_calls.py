@@ -161,8 +161,13 @@ def test_sizes_that_a_mesh_does_not_divide(layer, change, message, kind):
 CALLS = {
     "rank": (lambda x: x[0], {}, r"x must be \[B, T, 16\], got shape \(12, 16\)"),
     "size": (lambda x: x[..., :9], {}, r"x must be \[B, T, 16\], got shape \(2, 12, 9\)"),
-    "dtype": (lambda x: x.astype(int), {}, r"x must be an array of floating type, got int32"),
-    "list": (lambda x: [1.0], {}, r"x must be an array of floating type, got list"),
+    "dtype": (lambda x: x.astype(int), {}, r"x must be an array of one of \(.*\), got int32"),
+    "float8": (
+        lambda x: x.astype(jnp.float8_e4m3fn),
+        {},
+        r"x must be an array of one of \(.*\), got float8_e4m3fn",
+    ),
+    "list": (lambda x: [1.0], {}, r"x must be an array of one of \(.*\), got list"),
     "ids-shape": (
         lambda x: x,
         {"segment_ids": jnp.ones((2, 11), jnp.int32)},
