@@ -277,7 +277,10 @@ def unit_lower_inverse(m: Float[Array, "... C C"], dots: Dots) -> Float[Array, "
 
 
 def solve_transposed(
-    m: Float[Array, "... C C"], inverse: Float[Array, "... C C"], x: Float[Array, "... C D"], dots
+    m: Float[Array, "... C C"],
+    inverse: Float[Array, "... C C"],
+    x: Float[Array, "... C D"],
+    dots: Dots,
 ) -> Float[Array, "... C D"]:
     """(I + M)^-T x, by the inverse of I + M, for what passes from state to state.
 
