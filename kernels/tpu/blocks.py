@@ -4,10 +4,11 @@ Tokens are [B, T, heads * size], as projections make them: a 4-D operand would f
 every tensor. A grid step (block of batch rows, of heads, of chunks) holds, of each batch row,
 `chunks * CHUNK` rows of `heads` value heads, side by side on the lanes, and of the key heads that
 those read. Gates are [B, HV / heads, heads, T], time on the lanes. The last block may run past T:
-what lies beyond is undefined until `clear_padding` has run.
+what lies beyond is undefined until `BatchRow.clear_padding` has run.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,13 @@ MOST_CHUNKS = 4
 """Times the tuned number of chunks that a block of fewer heads holds: with one head, 131072 tokens
 take the gated delta rule 1.10 million cycles of a v6e chip forward and 1.33 backward, 1.25 and 1.65
 with a chunk a block."""
+
+
+class Blocked(NamedTuple):
+    """An array of a call, or what an output is like, and the block of it that a grid step holds."""
+
+    array: Array | jax.ShapeDtypeStruct
+    spec: pl.BlockSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,72 +156,70 @@ class Blocks:
         """The block in time that a grid step works on."""
         return self.steps - 1 - step if self.reverse else step
 
-    def keys(self) -> pl.BlockSpec:
-        """Of q and k `[B, T, H * K]`."""
+    def keys(self, x: Float[Array, "B T H*K"]) -> Blocked:
+        """Of q and k."""
+        return self._of_tokens(x, self.block_key_heads * self.key_size, self.sharing)
+
+    def key_gradients(self, x: Float[Array, "B T H*K"]) -> Blocked:
+        """Of dq and dk, for such q: `[B, T, sharing * H * K]`, float32 if they are to be summed."""
+        shape = (*x.shape[:2], x.shape[2] * self.sharing)
+        dtype = x.dtype if self.sharing == 1 else jnp.float32
         lanes = self.block_key_heads * self.key_size
-        return pl.BlockSpec(
-            (self.batch_rows, self.rows, lanes),
-            lambda b, h, t, *_: (b, self.time(t), h // self.sharing),
-        )
+        return self._of_tokens(jax.ShapeDtypeStruct(shape, dtype), lanes)
 
-    def key_gradients(self) -> pl.BlockSpec:
-        """Of dq and dk `[B, T, sharing * H * K]`, every block its own."""
-        lanes = self.block_key_heads * self.key_size
-        return pl.BlockSpec(
-            (self.batch_rows, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h)
-        )
+    def values(self, x: Float[Array, "B T HV*V"]) -> Blocked:
+        """Of what has as many channels as o."""
+        return self._of_tokens(x, self.heads * self.value_size)
 
-    def values(self) -> pl.BlockSpec:
-        """Of o `[B, T, HV * V]`."""
-        return self._of_value_heads(self.value_size)
+    def outputs(self, v: Float[Array, "B T HV*W"]) -> Blocked:
+        """Of o, for such v."""
+        shape = (*v.shape[:2], self.value_heads * self.value_size)
+        return self.values(jax.ShapeDtypeStruct(shape, v.dtype))
 
-    def written_values(self) -> pl.BlockSpec:
-        """Of v `[B, T, HV * V]`."""
-        return self._of_value_heads(self.written_size)
+    def written_values(self, x: Float[Array, "B T HV*W"]) -> Blocked:
+        """Of v."""
+        return self._of_tokens(x, self.heads * self.written_size)
 
-    def channel_gates(self) -> pl.BlockSpec:
-        """Of gates `[B, T, HV * K]`, one per key channel."""
-        return self._of_value_heads(self.key_size)
+    def channel_gates(self, x: Float[Array, "B T HV*K"]) -> Blocked:
+        """Of gates, one per key channel."""
+        return self._of_tokens(x, self.heads * self.key_size)
 
-    def _of_value_heads(self, size: int) -> pl.BlockSpec:
-        lanes = self.heads * size
-        return pl.BlockSpec(
-            (self.batch_rows, self.rows, lanes), lambda b, h, t, *_: (b, self.time(t), h)
-        )
+    def _of_tokens(self, x, lanes, sharing=1):
+        block = (self.batch_rows, self.rows, lanes)
+        return Blocked(x, pl.BlockSpec(block, lambda b, h, t, *_: (b, self.time(t), h // sharing)))
 
-    def gates(self) -> pl.BlockSpec:
+    def gates(self, x: Float[Array, "B HV/heads heads S"]) -> Blocked:
         """Of `time_on_lanes`."""
-        return pl.BlockSpec(
-            (self.batch_rows, None, self.heads, self.rows),
-            lambda b, h, t, *_: (b, h, 0, self.time(t)),
-        )
+        block = (self.batch_rows, None, self.heads, self.rows)
+        return Blocked(x, pl.BlockSpec(block, lambda b, h, t, *_: (b, h, 0, self.time(t))))
 
-    def row_document(self) -> pl.BlockSpec:
+    def row_document(self, x: Int[Array, "B 1 S"] | None) -> Blocked | None:
         """Of `row_documents`."""
-        return pl.BlockSpec(
-            (self.batch_rows, 1, self.rows), lambda b, h, t, *_: (b, 0, self.time(t))
-        )
+        if x is None:
+            return None
+        block = (self.batch_rows, 1, self.rows)
+        return Blocked(x, pl.BlockSpec(block, lambda b, h, t, *_: (b, 0, self.time(t))))
 
-    def per_chunk(self, *shape: int) -> pl.BlockSpec:
-        """Of `[B, HV, chunks, *shape]`."""
+    def per_chunk(self, x: Float[Array, "B HV chunks *shape"]) -> Blocked:
+        """Of what there is of each chunk of each head."""
+        shape = x.shape[3:]
+        block = (self.batch_rows, self.heads, self.chunks, *shape)
         zeros = (0,) * len(shape)
-        return pl.BlockSpec(
-            (self.batch_rows, self.heads, self.chunks, *shape),
-            lambda b, h, t, *_: (b, h, self.time(t), *zeros),
-        )
+        return Blocked(x, pl.BlockSpec(block, lambda b, h, t, *_: (b, h, self.time(t), *zeros)))
 
-    def states(self) -> pl.BlockSpec:
-        """Of `[B, N, HV, K, V]`: the state of the document that `prefetched` names."""
-        return pl.BlockSpec(
-            (self.batch_rows, None, self.heads, self.key_size, self.value_size),
-            lambda b, h, t, documents, *_: (
-                b,
-                documents[b * self.batch_rows * self.steps + self.time(t)],
-                h,
-                0,
-                0,
-            ),
-        )
+    def saved(self, dtype: jnp.dtype, *shape: int) -> Blocked:
+        """Of an output per chunk of each head."""
+        whole = (self.batch, self.value_heads, self.num_chunks, *shape)
+        return self.per_chunk(jax.ShapeDtypeStruct(whole, dtype))
+
+    def states(self, x: Float[Array, "B N HV K V"]) -> Blocked:
+        """Of states: that of the document which `prefetched` names."""
+
+        def index(b, h, t, documents, *_):
+            return b, documents[b * self.batch_rows * self.steps + self.time(t)], h, 0, 0
+
+        block = (self.batch_rows, None, self.heads, self.key_size, self.value_size)
+        return Blocked(x, pl.BlockSpec(block, index))
 
     def carried(self) -> pl.MemoryRef:
         """The states of a block, from one of its grid steps to the next."""
@@ -222,10 +228,6 @@ class Blocks:
     def step(self, row: int):
         """Where this grid step's part of a batch row stands in `prefetched`."""
         return (pl.program_id(0) * self.batch_rows + row) * self.steps + self.time(pl.program_id(2))
-
-    def outputs(self, v: Float[Array, "B T HV*V"]) -> jax.ShapeDtypeStruct:
-        """The kernel's outputs for values v, of one row of tokens each."""
-        return jax.ShapeDtypeStruct((*v.shape[:2], self.value_heads * self.value_size), v.dtype)
 
     def time_on_lanes(self, x: Float[Array, "B T HV"]) -> Float[Array, "B HV/heads heads S"]:
         """Gates, padded with zeros to whole blocks. The transposition costs no pass over them."""
@@ -342,57 +344,6 @@ def pad_states(x: Float[Array, "... K V"], blocks: Blocks) -> Float[Array, "... 
 
 def chunk_rows(chunk: int) -> slice:
     return slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-
-
-def document_ends(blocks: Blocks, row: int, documents) -> tuple[Array, Array]:
-    """Whether this grid step is its document's first, and whether it is the last, in time."""
-    time, step = blocks.time(pl.program_id(2)), blocks.step(row)
-    document = documents[step]
-    before = documents[jnp.maximum(step - 1, 0)]
-    after = documents[jnp.minimum(step + 1, blocks.batch * blocks.steps - 1)]
-    first = (time == 0) | (before != document)
-    last = (time == blocks.steps - 1) | (after != document)
-    return first, last
-
-
-def clear_padding(blocks: Blocks, row: int, padding, row_document, *tokens) -> None:
-    """Zero the rows of token blocks that hold no valid token: their garbage may be NaN.
-
-    In slabs of one packed register's rows, none of them in a step without padding.
-    """
-    if row_document is None and blocks.length % blocks.rows == 0:
-        return
-    time = blocks.time(pl.program_id(2))
-    slab = (16, blocks.rows)
-
-    def clear(i, _):
-        token = i * slab[0] + jax.lax.broadcasted_iota(jnp.int32, slab, 0)
-        if row_document is None:
-            valid = (time * blocks.rows + token < blocks.length)[:, :1]
-        else:
-            here = token == jax.lax.broadcasted_iota(jnp.int32, slab, 1)
-            valid = (
-                jnp.sum(jnp.where(here & (row_document[...] >= 0), 1, 0), axis=1, keepdims=True) > 0
-            )
-        for ref in tokens:
-            rows = pl.ds(pl.multiple_of(i * slab[0], slab[0]), slab[0])
-            ref[rows] = jnp.where(valid, ref[rows].astype(jnp.float32), 0).astype(ref.dtype)
-
-    has_padding = padding[blocks.step(row)]
-    jax.lax.fori_loop(0, has_padding * (blocks.rows // slab[0]), clear, None)
-
-
-def clear_missing_chunks(blocks: Blocks, *refs) -> None:
-    """Zero what blocks of `Blocks.per_chunk` hold past the last chunk: it may be NaN."""
-    missing = blocks.steps * blocks.chunks - blocks.num_chunks
-    if not missing:
-        return
-
-    @pl.when(blocks.time(pl.program_id(2)) == blocks.steps - 1)
-    def _():
-        for ref in refs:
-            shape = (blocks.heads, missing, *ref.shape[2:])
-            ref[:, blocks.chunks - missing :] = jnp.zeros(shape, ref.dtype)
 
 
 def column(row: Array) -> Array:

@@ -16,11 +16,10 @@ which else would carry the rounding of a large G.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from ..packing import CHUNK
-from .blocks import Blocks, chunk_rows, column, iota, lane
+from .blocks import column, iota, lane
 from .dots import NT, dot
 
 
@@ -54,16 +53,6 @@ class Documents:
 
 def _bound(mask: Bool[Array, "C C"]) -> Float[Array, "C C"]:
     return jnp.where(mask, 0.0, -1e30)
-
-
-def chunk_documents(blocks: Blocks, row: int, chunk: int, chunk_ends, row_document) -> Documents:
-    """The documents of a batch row's chunk, from the operands that `Blocks` makes."""
-    if row_document is None:
-        return Documents()
-    first_chunk = (blocks.time(pl.program_id(2)) == 0) & (chunk == 0)
-    index = blocks.step(row) * blocks.chunks + chunk
-    before = chunk_ends[jnp.maximum(index - 1, 0)]
-    return Documents(row_document[:, chunk_rows(chunk)], jnp.where(first_chunk, 0, before))
 
 
 class HeadDecay(NamedTuple):
@@ -111,6 +100,14 @@ class ChunkDecay:
     def gradient(self, d_cumulated: Float[Array, "heads C"]) -> Float[Array, "heads C"]:
         """The gradient of g from that of G."""
         return dot(d_cumulated, self.documents.summed)
+
+
+def cumulated_gradient(
+    by_row: Float[Array, "K C"], at_end: Float[Array, "1 1"]
+) -> Float[Array, "1 C"]:
+    """The gradient of G from summands of each row's, and from what the last row's has beside."""
+    dG = jnp.sum(by_row, axis=0, keepdims=True)
+    return jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
 
 
 def split(g: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:

@@ -19,8 +19,7 @@ from .tuning import split_chains, tuning
 
 def forward(options, tokens, states, packing, chunk_document):
     """See `operation.py`. Residuals: S before each chunk, T^T in float32, and x."""
-    (o, states), saved = _forward(options, tokens, states, packing, chunk_document, save=True)
-    return (o, states), dict(zip(("states", "inverse", "x"), saved, strict=True))
+    return _forward(options, tokens, states, packing, chunk_document, save=True)
 
 
 def outputs(options, tokens, states, packing, chunk_document):
@@ -34,19 +33,22 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
     key_size, value_size = states.shape[-2:]
     tuned = tuning("gated_delta_rule_forward")
     blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, columns=value_size)
-    o, states, chunk_states, inverse, x = gated_delta_rule_forward.forward(
+    written, states = gated_delta_rule_forward.forward(
         blocks,
         options,
         save,
         *_inputs(blocks, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
-    o = blocks.split_value_heads(o)[..., :value_size].astype(v.dtype)
+    o = blocks.split_value_heads(written["o"])[..., :value_size].astype(v.dtype)
     states = states[..., :key_size, :value_size]
     if not save:
-        return (o, states), None
-    chunk_states = chunk_states[..., :key_size, :value_size]
-    return (o, states), (chunk_states, inverse, x[..., :value_size])
+        return (o, states), {}
+    return (o, states), {
+        "states": written["states"][..., :key_size, :value_size],
+        "inverse": written["inverse"],
+        "x": written["x"][..., :value_size],
+    }
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
@@ -57,7 +59,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     tuned = tuning("gated_delta_rule_backward")
     blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, reverse=True)
     prefetched, q_tokens, k_tokens, _, *gates = _inputs(blocks, tokens, packing, chunk_document)
-    dq, dk, dv, dg, dbeta, dstates = gated_delta_rule_backward.backward(
+    gradients, dstates = gated_delta_rule_backward.backward(
         blocks,
         options,
         prefetched,
@@ -70,9 +72,10 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         pad_heads(residuals["x"], blocks.value_size),
         pad_states(dstates, blocks),
     )
-    dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
-    dv = blocks.split_value_heads(dv)[..., : v.shape[3]]
-    dg, dbeta = (zero_padding(blocks.time_first(x), packing) for x in (dg, dbeta))
+    dq, dk = (blocks.sum_key_gradients(gradients[x])[..., : q.shape[3]] for x in ("dq", "dk"))
+    dv = blocks.split_value_heads(gradients["dv"])[..., : v.shape[3]]
+    gates = (blocks.time_first(gradients[x]) for x in ("dg", "dbeta"))
+    dg, dbeta = (zero_padding(x, packing) for x in gates)
     return (dq, dk, dv, dg, dbeta), dstates[..., : q.shape[3], : v.shape[3]]
 
 

@@ -22,18 +22,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..implementation import Options
 from ..packing import CHUNK
-from .batch_rows import over_batch_rows
-from .blocks import Blocks, chunk_rows, clear_padding, document_ends, lane, widen
-from .call import pallas_call
-from .decay import ChunkDecay, chunk_documents
+from .blocks import Blocks, chunk_rows, lane, widen
+from .chunk_scan import scan_chunks
+from .decay import ChunkDecay
 from .dots import NT, dot
-from .heads import HeadWriter, own_lanes, own_state, place_state, read_value
+from .heads import HeadWriter, own_lanes, own_state, read_value
 from .keys import read_keys
 from .lockstep import interleaved
 from .triangular_inverse import triangular_inverse
@@ -51,98 +48,45 @@ def forward(
     beta: Float[Array, "B HV/heads heads S"],
     row_document: Int[Array, "B 1 S"] | None,
     states: Float[Array, "B N HV K V"],
-) -> tuple[
-    Float[Array, "B T HV*V"],
-    Float[Array, "B N HV K V"],
-    Float[Array, "B HV chunks K V"] | None,
-    Float[Array, "B HV chunks C C"] | None,
-    Float[Array, "B HV chunks C V"] | None,
-]:
-    """Outputs, new states and, with `save`, what the backward reads: S, T^T and x."""
-    sizes = (blocks.key_size, blocks.value_size)
-    saved = [(sizes, v.dtype), ((CHUNK, CHUNK), jnp.float32), ((CHUNK, sizes[1]), v.dtype)]
-    chunks = (blocks.batch, blocks.value_heads, blocks.num_chunks)
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(prefetched),
-        grid=blocks.grid,
-        in_specs=[
-            blocks.keys(),
-            blocks.keys(),
-            blocks.written_values(),
-            blocks.gates(),
-            blocks.gates(),
-            None if row_document is None else blocks.row_document(),
-            blocks.states(),
-        ],
-        out_specs=[
-            blocks.values(),
-            blocks.states(),
-            *(blocks.per_chunk(*shape) if save else None for shape, _ in saved),
-        ],
-        scratch_shapes=[blocks.carried()],
+) -> tuple[dict[str, Array], Float[Array, "B N HV K V"]]:
+    """o `[B, T, HV*V]`, with `save` S ("states"), T^T ("inverse") and x ("x"), and new states."""
+    inputs = {
+        "q": blocks.keys(q),
+        "k": blocks.keys(k),
+        "v": blocks.written_values(v),
+        "g": blocks.gates(g),
+        "beta": blocks.gates(beta),
+        "row_document": blocks.row_document(row_document),
+    }
+    outputs = {"o": blocks.outputs(v)}
+    if save:
+        outputs["states"] = blocks.saved(v.dtype, blocks.key_size, blocks.value_size)
+        outputs["inverse"] = blocks.saved(jnp.float32, CHUNK, CHUNK)
+        outputs["x"] = blocks.saved(v.dtype, CHUNK, blocks.value_size)
+    row = functools.partial(_row, options, save)
+    return scan_chunks(
+        row, blocks, prefetched, inputs, outputs, states, name="gated_delta_rule_forward"
     )
-    operands = (*prefetched, q, k, v, g, beta, row_document, states)
-    return pallas_call(
-        over_batch_rows(blocks, functools.partial(_row, blocks, options)),
-        grid_spec=grid_spec,
-        out_shape=[
-            blocks.outputs(v),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-            *(
-                jax.ShapeDtypeStruct((*chunks, *shape), dtype) if save else None
-                for shape, dtype in saved
-            ),
-        ],
-        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 1},
-        compiler_params=blocks.compiler_params,
-        name="gated_delta_rule_forward",
-    )(*operands)
 
 
-def _row(
-    blocks,
-    options,
-    row,
-    documents,
-    padding,
-    chunk_ends,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    row_document,
-    initial_state,
-    o,
-    final_state,
-    chunk_states,
-    inverses,
-    xs,
-    state,
-):
-    first, last = document_ends(blocks, row, documents)
-
-    @pl.when(first)
-    def _():
-        for h in range(blocks.heads):
-            state[h] = place_state(initial_state[h], h, blocks)
-
-    clear_padding(blocks, row, padding, row_document, q, k, v)
-    dtype = q.dtype
+def _row(options, save, row, refs, state):
+    blocks = row.blocks
+    row.clear_padding(refs.q, refs.k, refs.v)
+    dtype = refs.q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
     value_lanes = blocks.state_lanes[1]
-    output = HeadWriter(o, blocks.value_size)
+    output = HeadWriter(refs.o, blocks.value_size)
 
     @functools.cache
     def decay(chunk):
         rows = chunk_rows(chunk)
-        documents = chunk_documents(blocks, row, chunk, chunk_ends, row_document)
-        decay = ChunkDecay(g[:, rows], documents, exact=dtype == jnp.float32)
-        return decay, beta[:, rows], decay.ends() * beta[:, rows].T
+        documents = row.chunk_documents(chunk)
+        decay = ChunkDecay(refs.g[:, rows], documents, exact=dtype == jnp.float32)
+        return decay, refs.beta[:, rows], decay.ends() * refs.beta[:, rows].T
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj, _ = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        qj, kj, _ = read_keys(refs, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
         qj, kj = qj.astype(dtype), kj.astype(dtype)
         both = jnp.concatenate([kj, qj], axis=0)
         return both, kj.T, dot(both, kj, precision, NT)
@@ -162,14 +106,14 @@ def _row(
         reads = dot(both, before.astype(dtype), precision)
         yield
         start = widen(start, value_lanes)
-        x = (read_value(v, chunk, h, blocks) - start * reads[:CHUNK]).astype(dtype)
+        x = (read_value(refs.v, chunk, h, blocks) - start * reads[:CHUNK]).astype(dtype)
         u = dot(inverse, x, precision)
         yield
         writes = widen(lane(write_columns, h), value_lanes) * u
-        if xs is not None:
-            chunk_states[h, chunk] = own_state(before, h, blocks).astype(dtype)
-            inverses[h, chunk] = inverse.T
-            xs[h, chunk] = own_lanes(x, h, blocks.value_size)
+        if save:
+            refs.states[h, chunk] = own_state(before, h, blocks).astype(dtype)
+            refs.inverse[h, chunk] = inverse.T
+            refs.x[h, chunk] = own_lanes(x, h, blocks.value_size)
         written = dot(attention, u.astype(dtype), precision)
         added = dot(keys, writes.astype(dtype), precision)
         yield
@@ -182,8 +126,3 @@ def _row(
             yield from value_head(chunk, h)
 
     yield interleaved(map(head, range(blocks.heads)))
-
-    @pl.when(last)
-    def _():
-        for h in range(blocks.heads):
-            final_state[h] = own_state(state[h], h, blocks)

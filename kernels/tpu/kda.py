@@ -17,13 +17,10 @@ from .blocks import Blocks, flat_tokens, pad_heads, pad_states
 from .reads import add_reads
 from .tuning import split_chains, tuning
 
-RESIDUALS = ("states", "inverse", "attention", "v_new")
-
 
 def forward(options, tokens, states, packing, chunk_document):
     """See `operation.py`. Residuals: S before each chunk, T in float32, A_q and v_new."""
-    outputs, saved = _forward(options, tokens, states, packing, chunk_document, save=True)
-    return outputs, dict(zip(RESIDUALS, saved, strict=True))
+    return _forward(options, tokens, states, packing, chunk_document, save=True)
 
 
 def outputs(options, tokens, states, packing, chunk_document):
@@ -37,19 +34,23 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
     key_size, value_size = states.shape[-2:]
     tuned = tuning("kda_forward")
     blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, columns=value_size)
-    o, states, chunk_states, inverse, attention, v_new = kda_forward.forward(
+    written, states = kda_forward.forward(
         blocks,
         options,
         save,
         *_inputs(blocks, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
-    o = blocks.split_value_heads(o)[..., :value_size].astype(v.dtype)
+    o = blocks.split_value_heads(written["o"])[..., :value_size].astype(v.dtype)
     states = states[..., :key_size, :value_size]
     if not save:
-        return (o, states), None
-    chunk_states = chunk_states[..., :key_size, :value_size]
-    return (o, states), (chunk_states, inverse, attention, v_new[..., :value_size])
+        return (o, states), {}
+    return (o, states), {
+        "states": written["states"][..., :key_size, :value_size],
+        "inverse": written["inverse"],
+        "attention": written["attention"],
+        "v_new": written["v_new"][..., :value_size],
+    }
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
@@ -58,7 +59,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     one_chunk = chunk_document is not None
     blocks = Blocks.of(q, v, tuning("kda_backward"), one_chunk=one_chunk, reverse=True)
     prefetched, q_, k_, _, *gates = _inputs(blocks, tokens, packing, chunk_document)
-    dq, dk, dv, dg, dbeta, dstates = kda_backward.backward(
+    gradients, dstates = kda_backward.backward(
         blocks,
         options,
         prefetched,
@@ -66,19 +67,17 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         k_,
         *gates,
         flat_tokens(do, blocks.value_size, q_.dtype),
-        (
-            pad_states(residuals["states"], blocks),
-            residuals["inverse"],
-            residuals["attention"],
-            pad_heads(residuals["v_new"], blocks.value_size),
-        ),
+        pad_states(residuals["states"], blocks),
+        residuals["inverse"],
+        residuals["attention"],
+        pad_heads(residuals["v_new"], blocks.value_size),
         pad_states(dstates, blocks),
     )
     key_size, value_size = q.shape[3], v.shape[3]
-    dq, dk = (blocks.sum_key_gradients(x)[..., :key_size] for x in (dq, dk))
-    dv = blocks.split_value_heads(dv)[..., :value_size]
-    dg = blocks.split_value_heads(dg)[..., :key_size]
-    dbeta = zero_padding(blocks.time_first(dbeta), packing)
+    dq, dk = (blocks.sum_key_gradients(gradients[x])[..., :key_size] for x in ("dq", "dk"))
+    dv = blocks.split_value_heads(gradients["dv"])[..., :value_size]
+    dg = blocks.split_value_heads(gradients["dg"])[..., :key_size]
+    dbeta = zero_padding(blocks.time_first(gradients["dbeta"]), packing)
     return (dq, dk, dv, dg, dbeta), dstates[..., :key_size, :value_size]
 
 

@@ -19,19 +19,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..implementation import Options
 from ..packing import CHUNK
-from .batch_rows import over_batch_rows
-from .blocks import Blocks, chunk_rows, clear_padding, column, document_ends, widen
-from .call import pallas_call
+from .blocks import Blocks, chunk_rows, column, widen
 from .channel_decay import LEVELS
-from .decay import chunk_documents
+from .chunk_scan import scan_chunks
 from .dots import dot
-from .heads import HeadWriter, move_lanes, own_lanes, own_state, place_state, read_head, read_value
+from .heads import HeadWriter, move_lanes, own_lanes, own_state, read_head, read_value
 from .kda_pairs import decay_tokens, scaling, scores
 from .keys import read_keys
 from .lockstep import interleaved
@@ -53,102 +49,51 @@ def forward(
     beta: Float[Array, "B HV/heads heads S"],
     row_document: Int[Array, "B 1 S"] | None,
     states: Float[Array, "B N HV K V"],
-) -> list[Array | None]:
-    """Outputs `[B, T, HV*V]`, new states and, with `save`, S, T, A_q and v_new per chunk."""
-    sizes = (blocks.key_size, blocks.value_size)
-    pairs = (CHUNK, CHUNK)
-    saved = [(sizes, v.dtype), (pairs, jnp.float32), (pairs, v.dtype), ((CHUNK, sizes[1]), v.dtype)]
-    chunks = (blocks.batch, blocks.value_heads, blocks.num_chunks)
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(prefetched),
-        grid=blocks.grid,
-        in_specs=[
-            blocks.keys(),
-            blocks.keys(),
-            blocks.written_values(),
-            blocks.channel_gates(),
-            blocks.gates(),
-            None if row_document is None else blocks.row_document(),
-            blocks.states(),
-        ],
-        out_specs=[
-            blocks.values(),
-            blocks.states(),
-            *(blocks.per_chunk(*shape) if save else None for shape, _ in saved),
-        ],
-        scratch_shapes=[blocks.carried()],
-    )
-    operands = (*prefetched, q, k, v, g, beta, row_document, states)
-    return pallas_call(
-        over_batch_rows(blocks, functools.partial(_row, blocks, options)),
-        grid_spec=grid_spec,
-        out_shape=[
-            blocks.outputs(v),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-            *(
-                jax.ShapeDtypeStruct((*chunks, *shape), dtype) if save else None
-                for shape, dtype in saved
-            ),
-        ],
-        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 1},
-        compiler_params=blocks.compiler_params,
-        name="kda_forward",
-    )(*operands)
+) -> tuple[dict[str, Array], Float[Array, "B N HV K V"]]:
+    """o `[B, T, HV*V]` and new states.
+
+    With `save`, S ("states"), T ("inverse"), A_q ("attention") and v_new ("v_new") per chunk.
+    """
+    inputs = {
+        "q": blocks.keys(q),
+        "k": blocks.keys(k),
+        "v": blocks.written_values(v),
+        "g": blocks.channel_gates(g),
+        "beta": blocks.gates(beta),
+        "row_document": blocks.row_document(row_document),
+    }
+    outputs = {"o": blocks.outputs(v)}
+    if save:
+        outputs["states"] = blocks.saved(v.dtype, blocks.key_size, blocks.value_size)
+        outputs["inverse"] = blocks.saved(jnp.float32, CHUNK, CHUNK)
+        outputs["attention"] = blocks.saved(v.dtype, CHUNK, CHUNK)
+        outputs["v_new"] = blocks.saved(v.dtype, CHUNK, blocks.value_size)
+    row = functools.partial(_row, options, save)
+    return scan_chunks(row, blocks, prefetched, inputs, outputs, states, name="kda_forward")
 
 
-def _row(
-    blocks,
-    options,
-    row,
-    documents,
-    padding,
-    chunk_ends,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    row_document,
-    initial_state,
-    o,
-    final_state,
-    chunk_states,
-    inverses,
-    attentions,
-    new_values,
-    state,
-):
-    first, last = document_ends(blocks, row, documents)
-
-    @pl.when(first)
-    def _():
-        for h in range(blocks.heads):
-            state[h] = place_state(initial_state[h], h, blocks)
-
-    clear_padding(blocks, row, padding, row_document, q, k, v, g)
-    dtype = q.dtype
+def _row(options, save, row, refs, state):
+    blocks = row.blocks
+    row.clear_padding(refs.q, refs.k, refs.v, refs.g)
+    dtype = refs.q.dtype
     precision = options.precision if dtype == jnp.float32 else jax.lax.Precision.HIGH
     product = functools.partial(dot, precision=precision)
     scaled = scaling(dtype)
     key_lanes, value_lanes = blocks.state_lanes
-    output = HeadWriter(o, blocks.value_size)
-
-    @functools.cache
-    def documents_of(chunk):
-        return chunk_documents(blocks, row, chunk, chunk_ends, row_document)
+    output = HeadWriter(refs.o, blocks.value_size)
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj, _ = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        qj, kj, _ = read_keys(refs, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
         return options.scale * qj.astype(jnp.float32), kj.astype(jnp.float32)
 
     def value_head(chunk, h):
         j = h // blocks.group
-        betas = column(beta[h : h + 1, chunk_rows(chunk)])
+        betas = column(refs.beta[h : h + 1, chunk_rows(chunk)])
         qh, kh = key_head(chunk, j)
-        vh = read_value(v, chunk, h, blocks)
-        gh = move_lanes(read_head(g, chunk, h, blocks.key_size), h, j, blocks.key_size)
-        document = documents_of(chunk)
+        vh = read_value(refs.v, chunk, h, blocks)
+        gh = move_lanes(read_head(refs.g, chunk, h, blocks.key_size), h, j, blocks.key_size)
+        document = row.chunk_documents(chunk)
         levels = decay_tokens(qh, kh, gh, document, scaled)
         whole = levels[LEVELS]
         attention, m = yield from scores(levels, qh.astype(dtype), product)
@@ -168,11 +113,11 @@ def _row(
         output.write(chunk, h, read[:CHUNK] + written[:CHUNK])
         total = jnp.broadcast_to(whole.since[CHUNK - 1 :], (value_lanes, key_lanes)).T
         state[h] = total * before + written[CHUNK:]
-        if chunk_states is not None:
-            chunk_states[h, chunk] = own_state(stored, h, blocks)
-            inverses[h, chunk] = inverse
-            attentions[h, chunk] = attention
-            new_values[h, chunk] = own_lanes(v_new, h, blocks.value_size)
+        if save:
+            refs.states[h, chunk] = own_state(stored, h, blocks)
+            refs.inverse[h, chunk] = inverse
+            refs.attention[h, chunk] = attention
+            refs.v_new[h, chunk] = own_lanes(v_new, h, blocks.value_size)
 
     yield interleaved(
         (
@@ -181,8 +126,3 @@ def _row(
         ),
         CHUNK_SKEW,
     )
-
-    @pl.when(last)
-    def _():
-        for h in range(blocks.heads):
-            final_state[h] = own_state(state[h], h, blocks)

@@ -3,6 +3,8 @@
 A head's dq and dk are summed over the value heads of a block that read it, in float32.
 """
 
+from types import SimpleNamespace
+
 from jaxtyping import Array, Float
 
 from .blocks import Blocks
@@ -14,10 +16,10 @@ Norms = tuple[Float[Array, "C 1"] | None, Float[Array, "C 1"] | None]
 
 
 def read_keys(
-    q, k, chunk: int, head: int, blocks: Blocks, *, qk_l2norm: bool
+    refs: SimpleNamespace, chunk: int, head: int, blocks: Blocks, *, qk_l2norm: bool
 ) -> tuple[Float[Array, "C lanes"], Float[Array, "C lanes"], Norms]:
     """A key head out of blocks of q and k; in float32 where it is divided by its norms."""
-    queries, keys = (read_head(x, chunk, head, blocks.key_size) for x in (q, k))
+    queries, keys = (read_head(x, chunk, head, blocks.key_size) for x in (refs.q, refs.k))
     if not qk_l2norm:
         return queries, keys, (None, None)
     (queries, query_norms), (keys, key_norms) = normalize(queries), normalize(keys)

@@ -17,13 +17,12 @@ from .tuning import tuning
 
 def forward(options, tokens, states, packing, chunk_document):
     """See `operation.py`. Residual: the state before each chunk, `[B, HV, chunks, K, V]`."""
-    o, states, chunk_states = _forward(options, tokens, states, packing, chunk_document, save=True)
-    return (o, states), {"states": chunk_states}
+    return _forward(options, tokens, states, packing, chunk_document, save=True)
 
 
 def outputs(options, tokens, states, packing, chunk_document):
     """`forward` without the residual, a fifth of its traffic."""
-    return _forward(options, tokens, states, packing, chunk_document, save=False)[:2]
+    return _forward(options, tokens, states, packing, chunk_document, save=False)[0]
 
 
 def _forward(options, tokens, states, packing, chunk_document, *, save):
@@ -31,15 +30,16 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
     dtype = storage_dtype(q, k, v)
     one_chunk = chunk_document is not None
     blocks = Blocks.of(q, v, tuning("simple_gla_forward"), one_chunk=one_chunk)
-    o, *states = simple_gla_forward.forward(
+    written, states = simple_gla_forward.forward(
         blocks,
         options,
         save,
         *_inputs(blocks, dtype, tokens, packing, chunk_document),
         pad_states(states, blocks),
     )
-    o = blocks.split_value_heads(o)[..., : v.shape[3]].astype(v.dtype)
-    return o, *(x if x is None else x[..., : q.shape[3], : v.shape[3]] for x in states)
+    o = blocks.split_value_heads(written.pop("o"))[..., : v.shape[3]].astype(v.dtype)
+    saved = {name: x[..., : q.shape[3], : v.shape[3]] for name, x in written.items()}
+    return (o, states[..., : q.shape[3], : v.shape[3]]), saved
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
@@ -49,7 +49,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
     one_chunk = chunk_document is not None
     tuned = tuning("simple_gla_backward")
     blocks = Blocks.of(q, v, tuned, one_chunk=one_chunk, reverse=True)
-    dq, dk, dv, dg, dstates = simple_gla_backward.backward(
+    gradients, dstates = simple_gla_backward.backward(
         blocks,
         options,
         *_inputs(blocks, dtype, tokens, packing, chunk_document),
@@ -57,9 +57,9 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
         pad_states(residuals["states"], blocks),
         pad_states(dstates, blocks),
     )
-    dq, dk = (blocks.sum_key_gradients(x)[..., : q.shape[3]] for x in (dq, dk))
-    dv = blocks.split_value_heads(dv)[..., : v.shape[3]]
-    dg = zero_padding(blocks.time_first(dg), packing)
+    dq, dk = (blocks.sum_key_gradients(gradients[x])[..., : q.shape[3]] for x in ("dq", "dk"))
+    dv = blocks.split_value_heads(gradients["dv"])[..., : v.shape[3]]
+    dg = zero_padding(blocks.time_first(gradients["dg"]), packing)
     return (dq, dk, dv, dg), dstates[..., : q.shape[3], : v.shape[3]]
 
 

@@ -24,27 +24,15 @@ of two passes took 0.52 million cycles on a v6e chip, a draft of one 0.31.
 
 import functools
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..implementation import Options
-from ..packing import CHUNK
-from .batch_rows import over_batch_rows
-from .blocks import (
-    Blocks,
-    chunk_rows,
-    clear_padding,
-    document_ends,
-    iota,
-    widen,
-)
-from .call import pallas_call
-from .decay import ChunkDecay, chunk_documents
+from .blocks import Blocks, chunk_rows, widen
+from .chunk_scan import scan_chunks
+from .decay import ChunkDecay, cumulated_gradient
 from .dots import NT, dot
-from .heads import HeadWriter, own_state, place_state, read_head
+from .heads import HeadWriter, place_state, read_head
 from .keys import KeyGradientWriter, read_keys
 from .lockstep import interleaved
 
@@ -61,106 +49,53 @@ def backward(
     do: Float[Array, "B T HV*V"],
     chunk_states: Float[Array, "B HV chunks K V"],
     dstates: Float[Array, "B N HV K V"],
-):
-    """Gradients of q, k, v, g and of the initial states.
-
-    Those of q and k are `[B, T, sharing * H * K]`, and float32 if they remain to be summed.
-    """
-    sizes = (blocks.key_size, blocks.value_size)
-    dq = jax.ShapeDtypeStruct(
-        (*q.shape[:2], q.shape[2] * blocks.sharing),
-        q.dtype if blocks.sharing == 1 else jnp.float32,
+) -> tuple[dict[str, Array], Float[Array, "B N HV K V"]]:
+    """dq and dk, see `Blocks.key_gradients`, dv, dg, and the gradients of the initial states."""
+    inputs = {
+        "q": blocks.keys(q),
+        "k": blocks.keys(k),
+        "v": blocks.values(v),
+        "g": blocks.gates(g),
+        "row_document": blocks.row_document(row_document),
+        "do": blocks.values(do),
+        "states": blocks.per_chunk(chunk_states),
+    }
+    outputs = {
+        "dq": blocks.key_gradients(q),
+        "dk": blocks.key_gradients(q),
+        "dv": blocks.values(v),
+        "dg": blocks.gates(g),
+    }
+    row = functools.partial(_row, options)
+    return scan_chunks(
+        row, blocks, prefetched, inputs, outputs, dstates, name="simple_gla_backward"
     )
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(prefetched),
-        grid=blocks.grid,
-        in_specs=[
-            blocks.keys(),
-            blocks.keys(),
-            blocks.values(),
-            blocks.gates(),
-            None if row_document is None else blocks.row_document(),
-            blocks.values(),
-            blocks.per_chunk(*sizes),
-            blocks.states(),
-        ],
-        out_specs=[
-            blocks.key_gradients(),
-            blocks.key_gradients(),
-            blocks.values(),
-            blocks.gates(),
-            blocks.states(),
-        ],
-        scratch_shapes=[blocks.carried()],
-    )
-    operands = (*prefetched, q, k, v, g, row_document, do, chunk_states, dstates)
-    return pallas_call(
-        over_batch_rows(blocks, functools.partial(_row, blocks, options)),
-        grid_spec=grid_spec,
-        out_shape=[
-            dq,
-            dq,
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(g.shape, g.dtype),
-            jax.ShapeDtypeStruct(dstates.shape, dstates.dtype),
-        ],
-        input_output_aliases={len(jax.tree.leaves(operands)) - 1: 4},
-        compiler_params=blocks.compiler_params,
-        name="simple_gla_backward",
-    )(*operands)
 
 
-def _row(
-    blocks,
-    options,
-    row,
-    documents,
-    padding,
-    chunk_ends,
-    q,
-    k,
-    v,
-    g,
-    row_document,
-    do,
-    chunk_states,
-    dfinal_state,
-    dq,
-    dk,
-    dv,
-    dg,
-    dinitial_state,
-    dstate,
-):
-    first, last = document_ends(blocks, row, documents)
-
-    @pl.when(last)
-    def _():
-        for h in range(blocks.heads):
-            dstate[h] = place_state(dfinal_state[h], h, blocks)
-
-    clear_padding(blocks, row, padding, row_document, q, k, v, do)
-    dtype = q.dtype
+def _row(options, row, refs, dstate):
+    blocks = row.blocks
+    row.clear_padding(refs.q, refs.k, refs.v, refs.do)
+    dtype = refs.q.dtype
     key_lanes, value_lanes = blocks.state_lanes
     precision = options.precision
-    key_gradients = KeyGradientWriter(dq, dk, blocks)
-    dv_writer = HeadWriter(dv, blocks.value_size)
+    key_gradients = KeyGradientWriter(refs.dq, refs.dk, blocks)
+    dv_writer = HeadWriter(refs.dv, blocks.value_size)
     cumulated = {}
 
     @functools.cache
     def decay(chunk):
-        documents = chunk_documents(blocks, row, chunk, chunk_ends, row_document)
-        return ChunkDecay(g[:, chunk_rows(chunk)], documents, exact=dtype == jnp.float32)
+        documents = row.chunk_documents(chunk)
+        return ChunkDecay(refs.g[:, chunk_rows(chunk)], documents, exact=dtype == jnp.float32)
 
     @functools.cache
     def key_head(chunk, j):
-        qj, kj, norms = read_keys(q, k, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
+        qj, kj, norms = read_keys(refs, chunk, j, blocks, qk_l2norm=options.qk_l2norm)
         qj, kj = qj.astype(dtype), kj.astype(dtype)
         return qj, kj, norms, dot(qj, kj, precision, NT)
 
     def value_head(chunk, h):
         qh, kh, norms, scores = key_head(chunk, h // blocks.group)
-        vh, doh = (read_head(x, chunk, h, blocks.value_size) for x in (v, do))
+        vh, doh = (read_head(x, chunk, h, blocks.value_size) for x in (refs.v, refs.do))
         dscores = dot(doh, vh, precision, NT)
         yield
         pairs, start, end, total = decay(chunk).head(h)
@@ -170,7 +105,7 @@ def _row(
         k_end = (kh * widen(end, key_lanes)).astype(dtype)
         v_end = (vh * widen(end, value_lanes)).astype(dtype)
         do_start = (doh * widen(start, value_lanes)).astype(dtype)
-        before = place_state(chunk_states[h, chunk], h, blocks)
+        before = place_state(refs.states[h, chunk], h, blocks)
         dafter = dstate[h]
         dvh = dot(
             jnp.concatenate([attention.T, k_end], axis=1),
@@ -195,8 +130,7 @@ def _row(
         by_row = (qh * dqh - kh * dkh).T
         at_end = jnp.sum(kh * dk_end, keepdims=True) + jnp.sum(dbefore * before, keepdims=True)
         yield
-        dG = jnp.sum(by_row, axis=0, keepdims=True)
-        cumulated[chunk, h] = jnp.where(iota(1)[:1] == CHUNK - 1, dG + at_end, dG)
+        cumulated[chunk, h] = cumulated_gradient(by_row, at_end)
         key_gradients.add(chunk, h // blocks.group, (qh, kh), norms, dqh, dkh)
         yield
 
@@ -207,9 +141,4 @@ def _row(
     yield interleaved(map(head, range(blocks.heads)), skew=1)
     for chunk in range(blocks.chunks):
         dG = jnp.concatenate([cumulated[chunk, h] for h in range(blocks.heads)], axis=0)
-        dg[:, chunk_rows(chunk)] = decay(chunk).gradient(dG)
-
-    @pl.when(first)
-    def _():
-        for h in range(blocks.heads):
-            dinitial_state[h] = own_state(dstate[h], h, blocks)
+        refs.dg[:, chunk_rows(chunk)] = decay(chunk).gradient(dG)
