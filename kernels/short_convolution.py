@@ -110,7 +110,22 @@ def short_convolution(
 
 
 def visible_tokens(document: Int[Array, "B T"], width: int) -> Int[Array, "B T"]:
-    """How many of the `width - 1` tokens before each are of its document, those before T=0 of 0."""
+    """How many tokens before it each token sees of its own document: `visible` for packed rows.
+
+    Args:
+        document: of each token; the tokens before the row are of document 0.
+        width: W, the tokens that a kernel spans.
+
+    Returns:
+        `[B, T]`, from 0 to W - 1.
+
+    Example:
+
+    >>> import jax.numpy as jnp
+    >>> from gla_layers.kernels.short_convolution import visible_tokens
+    >>> visible_tokens(jnp.asarray([[0, 0, 1, 1, 1]]), width=3).tolist()
+    [[2, 2, 0, 1, 2]]
+    """
     before = jnp.pad(document, ((0, 0), (width - 1, 0)))
     length = document.shape[1]
     windows = [before[:, start : start + length] for start in range(width - 1)]
