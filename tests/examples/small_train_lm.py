@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+import processes
 import train_lm
 
 from gla_layers import language_model_config
@@ -26,4 +27,5 @@ PRESETS = {
 
 if __name__ == "__main__":
     language_model_config.PRESETS = PRESETS
+    processes.SECONDS_UNTIL_DEAD = 5
     train_lm.main()

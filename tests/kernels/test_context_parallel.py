@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.tpu_compiler import compile_for, pod
 
 from .cases import (
-    OP_IDS,
     OP_IMPLEMENTATIONS,
     OPS,
     OPS_WITH_KERNELS,
@@ -24,7 +23,7 @@ from .cases import (
     reference,
     relative_error,
 )
-from .test_sharding import COLLECTIVES, make_mesh, run_sharded, tokens_of
+from .test_sharding import COLLECTIVES, make_mesh, on_every_axis_type, run_sharded, tokens_of
 
 # Axis sizes, and how [B, T, heads] are split.
 MESHES = {
@@ -38,7 +37,6 @@ MESHES = {
 every_mesh = pytest.mark.parametrize(("sizes", "partition"), MESHES.values(), ids=MESHES)
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 every_split_op = pytest.mark.parametrize("op", SPLIT_OPS, ids=lambda op: op.name)
-every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 
 # Segment ids of two rows of 4 stretches of 40 tokens, each as runs of (id, tokens).
 LAYOUTS = {
@@ -134,8 +132,9 @@ def test_cu_seqlens(op, offsets):
     check(actual, reference(op, inputs, **options), 1e-5)
 
 
-@every_axis_type
-@pytest.mark.parametrize(("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS)
+@pytest.mark.parametrize(
+    ("op", "implementation", "axis_type"), on_every_axis_type(OP_IMPLEMENTATIONS)
+)
 def test_every_implementation(op, implementation, axis_type):
     inputs = random_rows(op, length=200, value_heads=2)
     sizes, partition = MESHES["heads"] if axis_type is AxisType.Explicit else MESHES["2"]

@@ -17,6 +17,7 @@ from .cases import (
     OP_IMPLEMENTATIONS,
     OPS,
     OPS_WITH_KERNELS,
+    SIMPLE_GLA,
     SPLIT_OPS,
     random_inputs,
     reference,
@@ -33,7 +34,20 @@ MESHES = {
 every_implementation = pytest.mark.parametrize(
     ("op", "implementation"), OP_IMPLEMENTATIONS, ids=OP_IDS
 )
-every_axis_type = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+AXIS_TYPES = (AxisType.Explicit, AxisType.Auto)
+
+
+def on_every_axis_type(cases):
+    """Cases (op, implementation, ...) with the types of a mesh's axes.
+
+    A kernel sees nothing of these, and takes long to compile: on Auto axes only SimpleGLA's run.
+    """
+    return [
+        pytest.param(*case, kind, id="-".join([case[0].name, *case[1:], kind.name]))
+        for case in cases
+        for kind in AXIS_TYPES
+        if kind is AxisType.Explicit or case[1] != "pallas_tpu" or case[0] is SIMPLE_GLA
+    ]
 
 
 def make_mesh(sizes, axis_type):
@@ -93,14 +107,12 @@ def run_sharded(op, implementation, inputs, sizes, partition, axis_type, **optio
     return {name: np.asarray(x) for name, x in outputs.items()}, compiled.as_text()
 
 
-# What is split is the program around an implementation; the kernels take long to compile.
-@every_axis_type
 @pytest.mark.parametrize(
-    ("op", "implementation", "mesh"),
-    [(*case, "rows and heads") for case in OP_IMPLEMENTATIONS]
-    + [(op, "xla", "heads") for op in SPLIT_OPS],
-    ids=[f"{case}-rows and heads" for case in OP_IDS]
-    + [f"{op.name}-xla-heads" for op in SPLIT_OPS],
+    ("op", "implementation", "mesh", "axis_type"),
+    on_every_axis_type(
+        [(*case, "rows and heads") for case in OP_IMPLEMENTATIONS]
+        + [(op, "xla", "heads") for op in SPLIT_OPS]
+    ),
 )
 def test_sharded_equals_unsharded(op, implementation, mesh, axis_type):
     sizes, partition = MESHES[mesh]
@@ -113,8 +125,9 @@ def test_sharded_equals_unsharded(op, implementation, mesh, axis_type):
         assert relative_error(actual[name], expected) < 1e-5, name
 
 
-@every_axis_type
-@every_implementation
+@pytest.mark.parametrize(
+    ("op", "implementation", "axis_type"), on_every_axis_type(OP_IMPLEMENTATIONS)
+)
 def test_packed_rows_with_a_state_a_document(op, implementation, axis_type):
     inputs = random_inputs(op, batch=2, length=140, heads=2, value_heads=2, key_size=16)
     ids = 1 + (np.arange(140) >= np.array([[50], [128]]))
@@ -219,8 +232,11 @@ def test_nothing_is_told_where_there_is_no_kernel():
         jax.jit(GLA.chunk).trace(*tokens)
 
 
-@every_axis_type
-@pytest.mark.parametrize("op", OPS_WITH_KERNELS, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    ("op", "axis_type"),
+    [*((op, AxisType.Explicit) for op in OPS_WITH_KERNELS), (SIMPLE_GLA, AxisType.Auto)],
+    ids=lambda x: x.name,
+)
 def test_compiles_for_a_pod_without_collectives(op, axis_type):
     """Forward and backward for 2 x 4 v5e chips, rows over one axis and heads over the other."""
     mesh = pod("v5e", "2x4", {"data": 4, "tensor": 2}, axis_type)
