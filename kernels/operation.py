@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from . import arguments
 from .context_parallel import Stretches, context_parallel, matrix_map
 from .implementation import Implementation, Options, on_platform
+from .numerics import SMALLEST_DECAY
 from .packing import Alignment, Packing, poisoned_unless_rising, zero_padding
 from .sharding import Placement, implementation_on_mesh
 from .splits import split_rows, splits_that_pay
@@ -262,8 +263,12 @@ class Operation:
 
 
 def clamp_decay(g: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A log decay above 0 acts as 0 and gets gradient 0."""
-    return jnp.where(g > 0, 0, g)
+    """A log decay above 0 acts as 0, and one below `SMALLEST_DECAY` as that: with gradient 0.
+
+    What they get else, a difference of sums over the row, is rounding; and times g, as in the
+    gradient of g's own factors, it grows without bound.
+    """
+    return jnp.where(g > 0, 0, jnp.where(g < SMALLEST_DECAY, SMALLEST_DECAY, g))
 
 
 def _add(x: Array, scalar: Float[Array, ""]) -> Array:

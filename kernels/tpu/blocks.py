@@ -167,7 +167,7 @@ class Blocks:
         lanes = self.block_key_heads * self.key_size
         return self._of_tokens(jax.ShapeDtypeStruct(shape, dtype), lanes)
 
-    def values(self, x: Float[Array, "B T HV*V"]) -> Blocked:
+    def values(self, x: Float[Array, "B T HV*V"] | jax.ShapeDtypeStruct) -> Blocked:
         """Of what has as many channels as o."""
         return self._of_tokens(x, self.heads * self.value_size)
 
@@ -200,14 +200,14 @@ class Blocks:
         block = (self.batch_rows, 1, self.rows)
         return Blocked(x, pl.BlockSpec(block, lambda b, h, t, *_: (b, 0, self.time(t))))
 
-    def per_chunk(self, x: Float[Array, "B HV chunks *shape"]) -> Blocked:
+    def per_chunk(self, x: Float[Array, "B HV chunks *shape"] | jax.ShapeDtypeStruct) -> Blocked:
         """Of what there is of each chunk of each head."""
         shape = x.shape[3:]
         block = (self.batch_rows, self.heads, self.chunks, *shape)
         zeros = (0,) * len(shape)
         return Blocked(x, pl.BlockSpec(block, lambda b, h, t, *_: (b, h, self.time(t), *zeros)))
 
-    def saved(self, dtype: jnp.dtype, *shape: int) -> Blocked:
+    def saved(self, dtype: jax.typing.DTypeLike, *shape: int) -> Blocked:
         """Of an output per chunk of each head."""
         whole = (self.batch, self.value_heads, self.num_chunks, *shape)
         return self.per_chunk(jax.ShapeDtypeStruct(whole, dtype))

@@ -62,9 +62,9 @@ def scan_chunks(
         The outputs by name, and the states that leave the documents.
     """
     constants = constants or {}
-    inputs = {key: x for key, x in inputs.items() if x is not None}
+    given = {key: x for key, x in inputs.items() if x is not None}
     carried = blocks.states(states)
-    names = [*inputs, "entering", *outputs, "leaving"]
+    names = [*given, "entering", *outputs, "leaving"]
 
     def step(*refs):
         rest = iter(refs)
@@ -84,14 +84,14 @@ def scan_chunks(
             next(row, None)
 
     whole = [pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in constants.values()]
-    operands = [*prefetched, *constants.values(), *(x.array for x in inputs.values()), states]
+    operands = [*prefetched, *constants.values(), *(x.array for x in given.values()), states]
     results_like = [*outputs.values(), carried]
     results = pallas_call(
         step,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=blocks.grid,
-            in_specs=[*whole, *(x.spec for x in inputs.values()), carried.spec],
+            in_specs=[*whole, *(x.spec for x in given.values()), carried.spec],
             out_specs=[x.spec for x in results_like],
             scratch_shapes=[blocks.carried()],
         ),

@@ -68,7 +68,7 @@ class ChunkDecay:
     """The decays of all heads of a block in one chunk."""
 
     def __init__(self, g: Float[Array, "heads C"], documents: Documents, exact: bool):
-        """Cumulate g, at least `SMALLEST_DECAY`; `exact` for float32 accuracy at any decay."""
+        """Cumulate g, from `SMALLEST_DECAY` to 0; `exact` for float32 accuracy at any decay."""
         self.documents = documents
         parts = split(g) if exact else (g,)
         self.rows = [dot(x, self.documents.summed, contraction=NT) for x in parts]

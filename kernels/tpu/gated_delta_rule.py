@@ -9,7 +9,7 @@ import functools
 import jax.numpy as jnp
 
 from ..implementation import Implementation
-from ..numerics import SMALLEST_DECAY, divisible, storage_dtype
+from ..numerics import divisible, storage_dtype
 from ..packing import zero_padding
 from . import gated_delta_rule_backward, gated_delta_rule_forward
 from .blocks import Blocks, flat_tokens, pad_heads, pad_states
@@ -82,8 +82,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
 def _inputs(blocks, tokens, packing, chunk_document):
     q, k, v, g, beta = tokens
     dtype = storage_dtype(q, k, v)
-    g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
-    g, beta = (zero_padding(x, packing) for x in (g, beta))
+    g, beta = (zero_padding(x, packing) for x in (g.astype(jnp.float32), beta))
     return (
         blocks.prefetched(chunk_document, packing),
         flat_tokens(q, blocks.key_size, dtype),

@@ -2,13 +2,13 @@
 
 The kernels take flat tokens [B, T, heads * size] in one dtype: bfloat16 if q, k and v all are,
 else float32. Head sizes other than 64, 128 and 256 are padded with zeros here, at a pass over
-the tensor. Gates are clamped here, and those of padding zeroed: they are small.
+the tensor. Gates of padding are zeroed here: they are small.
 """
 
 import jax.numpy as jnp
 
 from ..implementation import Implementation
-from ..numerics import SMALLEST_DECAY, storage_dtype
+from ..numerics import storage_dtype
 from ..packing import zero_padding
 from . import simple_gla_backward, simple_gla_forward
 from .blocks import Blocks, flat_tokens, pad_states
@@ -65,7 +65,7 @@ def backward(options, tokens, states, packing, chunk_document, residuals, do, ds
 
 def _inputs(blocks, dtype, tokens, packing, chunk_document):
     q, k, v, g = tokens
-    g = zero_padding(jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY), packing)
+    g = zero_padding(g.astype(jnp.float32), packing)
     return (
         blocks.prefetched(chunk_document, packing),
         flat_tokens(q, blocks.key_size, dtype),

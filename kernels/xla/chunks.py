@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..implementation import Options
-from ..numerics import SMALLEST_DECAY
 from ..packing import CHUNK, Packing
 
 
@@ -152,7 +151,7 @@ class HeadDecay:
         For float32, g is summed in two parts: multiples of 1/1024, whose sums are exact, and the
         rest. A difference of two large G so keeps the accuracy of a small one.
         """
-        g = jnp.maximum(g.astype(jnp.float32), SMALLEST_DECAY)
+        g = g.astype(jnp.float32)
         parts: tuple[Array, ...] = (g,)
         if dtype == jnp.float32:
             coarse = jnp.round(g * 1024) / 1024

@@ -97,7 +97,7 @@ def test_nothing_to_do_keeps_the_state(op, implementation, batch, length):
 
 @every_implementation
 def test_decay_above_zero_acts_as_zero_with_gradient_zero(op, implementation):
-    inputs = random_inputs(op, length=70)
+    inputs = random_inputs(op)
     above = np.random.default_rng(2).random(inputs["g"].shape) < 0.3
     clamped = inputs | {"g": np.where(above, 0.0, inputs["g"])}
     actual = evaluate(op, implementation, inputs | {"g": np.where(above, 0.5, inputs["g"])})
@@ -107,9 +107,21 @@ def test_decay_above_zero_acts_as_zero_with_gradient_zero(op, implementation):
     assert not actual["dg"][above].any()
 
 
+@pytest.mark.parametrize("decay", [-1000.0, -np.inf])
+@every_implementation
+def test_decay_that_leaves_nothing_has_gradient_zero(op, implementation, decay):
+    """Rounding in its place would grow without bound in the gradient of a gate, times g."""
+    inputs = random_inputs(op)
+    nothing = np.random.default_rng(2).random(inputs["g"].shape) < 0.3
+    inputs["g"] = np.where(nothing, decay, inputs["g"])
+    actual = evaluate(op, implementation, inputs)
+    check(actual, reference(op, inputs), 1e-5)
+    assert not actual["dg"][nothing].any()
+
+
 @pytest.mark.parametrize("op", [GDN, KDA], ids=["gdn", "kda"])
 def test_beta_zero_has_its_gradient(op):
-    inputs = random_inputs(op, length=70)
+    inputs = random_inputs(op)
     inputs["beta"][:, ::3] = 0.0
     for implementation in op.implementations:
         check(evaluate(op, implementation, inputs), reference(op, inputs), 1e-5)
