@@ -33,11 +33,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-def activation(argument: str, name: str) -> Activation:
-    """The activation called `name`, which came as the named argument."""
+def check_activation_name(argument: str, name: str) -> None:
+    """Check the named argument.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"{argument} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
-    return ACTIVATIONS[name]
 
 
 WITHOUT_KERNEL = ("elu", "gelu")

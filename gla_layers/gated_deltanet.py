@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from .activations import activation
+from .activations import check_activation_name
 from .configuration import (
     check_key_size,
     check_multiple,
@@ -125,7 +125,7 @@ class GatedDeltaNet(LinearAttention):
             conv_bias=conv_bias,
             allow_neg_eigval=allow_neg_eigval,
         )
-        activation("gate_activation", gate_activation)
+        check_activation_name("gate_activation", gate_activation)
         super().__init__(
             hidden_size,
             heads=Heads(

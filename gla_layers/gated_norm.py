@@ -10,10 +10,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .activations import activation as activation_named
-from .activations import implementation_for
+from .activations import ACTIVATIONS, check_activation_name, implementation_for
 from .configuration import check_options, positive, sizes
-from .kernels.arguments import check_flags, check_float
+from .kernels.arguments import check_flags
 from .kernels.gated_norm import gated_rms_norm
 
 
@@ -66,9 +65,9 @@ class GatedRMSNorm(nnx.Module):
         )
         self.num_features = num_features
         self.epsilon = epsilon
+        check_activation_name("activation", activation)
         self.activation = activation
         self.implementation = implementation
-        self._activation = activation_named("activation", activation)
         self.scale = (
             nnx.Param(jnp.ones((num_features,), param_dtype), **scale_metadata)
             if use_scale
@@ -93,23 +92,13 @@ class GatedRMSNorm(nnx.Module):
             ValueError: a dtype is wrong, the last axis of x does not hold whole heads, or gate has
                 another shape.
         """
-        check_float("x", x)
-        if gate is not None:
-            check_float("gate", gate)
-            if gate.shape != x.shape:
-                raise ValueError(f"gate must have x's shape {x.shape}, got {gate.shape}")
-        if x.ndim < 1 or x.shape[-1] % self.num_features:
-            raise ValueError(
-                f"x must hold whole heads of {self.num_features} on its last axis, "
-                f"got shape {x.shape}"
-            )
         scale = jnp.ones((self.num_features,)) if self.scale is None else self.scale[...]
         return gated_rms_norm(
             x,
             gate,
             scale,
             epsilon=self.epsilon,
-            activation=self._activation,
+            activation=ACTIVATIONS[self.activation],
             implementation=implementation_for(self.activation, self.implementation),
             partition=partition,
         )

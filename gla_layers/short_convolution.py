@@ -14,8 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .activations import activation as activation_named
-from .activations import implementation_for
+from .activations import ACTIVATIONS, check_activation_name, implementation_for
 from .configuration import check_batch_size, check_options, sizes
 from .inputs import check_inputs, check_state
 from .kernels.arguments import check_flags
@@ -97,10 +96,10 @@ class ShortConvolution(nnx.Module):
         )
         self.features = features
         self.kernel_size = kernel_size
+        check_activation_name("activation", activation)
         self.activation = activation
         self.dtype = dtype
         self.implementation = implementation
-        self._activation = activation_named("activation", activation)
         self.kernel = nnx.Param(
             kernel_init(rngs.params(), (kernel_size, features), param_dtype), **kernel_metadata
         )
@@ -188,7 +187,7 @@ class ShortConvolution(nnx.Module):
             None if self.bias is None else self.bias[...],
             history=history,
             visible=visible,
-            activation=self._activation,
+            activation=ACTIVATIONS[self.activation],
             dtype=self.dtype or jnp.result_type(x, self.kernel[...]),
             implementation=implementation_for(self.activation, self.implementation),
             partition=partition,

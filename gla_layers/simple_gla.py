@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from .activations import activation
+from .activations import ACTIVATIONS, check_activation_name
 from .configuration import (
     check_key_size,
     check_multiple,
@@ -116,10 +116,8 @@ class SimpleGLA(LinearAttention):
         head_k_dim = expanded_size("expand_k", expand_k, "hidden_size", hidden_size, num_heads)
         check_key_size("expand_k", head_k_dim)
         head_v_dim = expanded_size("expand_v", expand_v, "hidden_size", hidden_size, num_heads)
-        activation("gate_fn", gate_fn)
-        feature_map_function = activation(
-            "feature_map", "identity" if feature_map is None else feature_map
-        )
+        check_activation_name("gate_fn", gate_fn)
+        check_activation_name("feature_map", "identity" if feature_map is None else feature_map)
         gate_logit_normalizer = positive("gate_logit_normalizer", gate_logit_normalizer)
         norm_eps = positive("norm_eps", norm_eps)
         check_flags(
@@ -158,7 +156,6 @@ class SimpleGLA(LinearAttention):
             rngs=rngs,
         )
         self.feature_map = feature_map
-        self._feature_map = feature_map_function
         self.gate_logit_normalizer = gate_logit_normalizer
         self.gk_proj = self._linear(
             hidden_size,
@@ -181,4 +178,5 @@ class SimpleGLA(LinearAttention):
         group = self.heads.query // self.heads.key
         if group > 1:
             k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-        return self._feature_map(q), self._feature_map(k), v
+        feature_map = ACTIVATIONS[self.feature_map or "identity"]
+        return feature_map(q), feature_map(k), v

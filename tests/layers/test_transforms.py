@@ -1,5 +1,7 @@
 """Token mixers under the transformations of flax, in both of its graph modes."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,3 +130,9 @@ def test_layers_of_one_configuration_share_a_trace():
     first, second = mixer("sgla"), make("sgla")
     assert nnx.split(first)[0] == nnx.split(second)[0]
     assert hash(nnx.split(first)[0]) == hash(nnx.split(second)[0])
+
+
+@every_mixer
+def test_a_deep_copy_is_not_traced_again(name):
+    layer = mixer(name)
+    assert nnx.graphdef(copy.deepcopy(layer)) == nnx.graphdef(layer)
