@@ -72,8 +72,8 @@ def gated_rms_norm(
     arguments.check_implementation(implementation)
     arguments.check_partition(partition)
     arguments.check_activation(activation)
-    if not arguments.is_finite_number(epsilon) or epsilon < 0:
-        raise ValueError(f"epsilon must be a finite number of at least 0, got {epsilon!r}")
+    if not arguments.is_finite_number(epsilon) or epsilon <= 0:
+        raise ValueError(f"epsilon must be a finite number above 0, got {epsilon!r}")
     placement = None
     if x.ndim == 3:
         placement = Placement.of({"x": x}, partition, parts="channels")

@@ -20,7 +20,15 @@ def pallas_call(kernel: Callable[..., None], **options: Any) -> Callable[..., An
         # then not run it.
         return jax.lax.optimization_barrier(interpreted(*operands))
 
+    @jax.custom_jvp
     def call(*operands):
         return jax.lax.platform_dependent(*operands, tpu=compiled, default=apart)
+
+    @call.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            f"the TPU kernel {options['name']} has no derivative, as for gradients of gradients; "
+            "implementation='xla' has"
+        )
 
     return call

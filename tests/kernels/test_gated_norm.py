@@ -137,8 +137,8 @@ def test_a_kernel_on_auto_axes_needs_a_partition():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epsilon": float("nan")}, "epsilon must be a finite number of at least 0, got nan"),
-        ({"epsilon": -1.0}, "epsilon must be a finite number of at least 0, got -1.0"),
+        ({"epsilon": float("nan")}, "epsilon must be a finite number above 0, got nan"),
+        ({"epsilon": 0}, "epsilon must be a finite number above 0, got 0"),
         ({"activation": "silu"}, "activation must be a function, got 'silu'"),
         ({"partition": P("data")}, r"partition is for x of three axes, got shape \(4, 16\)"),
     ],
