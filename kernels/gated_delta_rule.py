@@ -54,8 +54,8 @@ def chunk_gated_delta_rule(
         q: queries `[B, T, H, K]`.
         k: keys `[B, T, H, K]`.
         v: values `[B, T, HV, V]`, HV a multiple of H; value head j reads key head `j // (HV // H)`.
-        g: natural-log decay per token, at most 0 and down to -inf. A value above 0 acts as 0 and
-            gets gradient 0.
+        g: natural-log decay per token, at most 0 and down to -inf. A value above 0 acts as 0,
+            one below -128 as -128, which leaves nothing in float32; both get gradient 0.
         beta: write strength; (0, 1), or (0, 2) for negative eigenvalues, in practice.
         scale: multiplies q; `K**-0.5` by default.
         initial_state: `[B, HV, K, V]`, with packing the state of each row's first document; or,
@@ -71,7 +71,8 @@ def chunk_gated_delta_rule(
             turns out, in a traced call, to hold more gets NaN states.
         qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
         precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
-            and float32-accurate dots for anything else.
+            and float32-accurate dots for anything else. Any other takes float32 operands, whatever
+            q, k and v are.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend), "reference" (token by token) or None, the best for the platform that the
             program is lowered for.

@@ -60,7 +60,8 @@ def chunk_gla(
             turns out, in a traced call, to hold more gets NaN states.
         qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
         precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
-            and float32-accurate dots for anything else.
+            and float32-accurate dots for anything else. Any other takes float32 operands, whatever
+            q, k and v are.
         implementation: "xla", which None means too, or "reference" (token by token). There is no
             TPU kernel for this op: a TPU runs the plain JAX of any other backend.
         num_splits: stretches that each row is cut into, which a core then works on side by side;

@@ -71,7 +71,8 @@ def chunk_kda(
             turns out, in a traced call, to hold more gets NaN states.
         qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
         precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
-            and float32-accurate dots for anything else.
+            and float32-accurate dots for anything else. Any other takes float32 operands, whatever
+            q, k and v are.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend), "reference" (token by token) or None, the best for the platform that the
             program is lowered for.

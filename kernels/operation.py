@@ -80,7 +80,7 @@ class Operation:
         partition: PartitionSpec | None = None,
     ) -> tuple[Float[Array, "B T HV V"], Float[Array, "..."] | None]:
         """Check the shared arguments, and run the chosen implementation on the mesh, if any."""
-        q, k, v, *_ = tokens
+        q, k, v, *gates = tokens
         batch, length, value_heads, value_size = v.shape
         state_shape = (batch, value_heads, k.shape[-1], value_size)
         arguments.check_options(scale, precision, implementation, qk_l2norm, output_final_state)
@@ -106,6 +106,9 @@ class Operation:
                 state = jnp.float32(0) if initial_state is None else initial_state
                 initial_state = jnp.broadcast_to(_add(state, poison), state_shape)
         placement = Placement.of({"q": q, "k": k, "v": v}, partition)
+        if precision is not None:
+            wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
+            tokens = (*wide, *gates)
         options = Options(
             scale=float(k.shape[-1] ** -0.5 if scale is None else scale),
             qk_l2norm=bool(qk_l2norm),
@@ -124,7 +127,8 @@ class Operation:
             outputs = placement.run(run, *arrays, state_per_document=per_document)
         if poison is not None and per_document:
             outputs = jax.tree.map(lambda x: _add(x, poison), outputs)
-        return outputs
+        o, states = outputs
+        return o.astype(v.dtype), states
 
     @property
     def _default(self) -> str | None:

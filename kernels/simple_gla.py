@@ -56,8 +56,9 @@ def chunk_simple_gla(
         q: queries `[B, T, H, K]`.
         k: keys `[B, T, H, K]`.
         v: values `[B, T, HV, V]`, HV a multiple of H; value head j reads key head `j // (HV // H)`.
-        g: natural-log decay per token, at most 0 and down to -inf. A value above 0 acts as 0 and
-            gets gradient 0. None, with no `g_gamma` either, is plain linear attention.
+        g: natural-log decay per token, at most 0 and down to -inf. A value above 0 acts as 0,
+            one below -128 as -128, which leaves nothing in float32; both get gradient 0. None, with
+            no `g_gamma` either, is plain linear attention.
         g_gamma: `[HV]`, a constant log decay per head instead of `g`.
         scale: multiplies q; `K**-0.5` by default.
         initial_state: `[B, HV, K, V]`, with packing the state of each row's first document; or,
@@ -73,7 +74,8 @@ def chunk_simple_gla(
             turns out, in a traced call, to hold more gets NaN states.
         qk_l2norm: divide q and k by their norms, `x * rsqrt(sum(x**2) + 1e-6)`, in float32.
         precision: of the dots. None takes bfloat16 operands where q, k and v are all bfloat16,
-            and float32-accurate dots for anything else.
+            and float32-accurate dots for anything else. Any other takes float32 operands, whatever
+            q, k and v are.
         implementation: "pallas_tpu" (interpreted, slowly, where there is no TPU), "xla" (any
             backend), "reference" (token by token) or None, the best for the platform that the
             program is lowered for.

@@ -32,8 +32,8 @@ class Dots:
 
     @classmethod
     def of(cls, options: Options, dtype: jnp.dtype) -> "Dots":
-        """bfloat16 operands for bfloat16 inputs unless a precision is asked for, else float32."""
-        if options.precision is None and dtype == jnp.bfloat16:
+        """bfloat16 operands for bfloat16 inputs, else float32."""
+        if dtype == jnp.bfloat16:
             return cls(jnp.dtype(jnp.bfloat16), None)
         precision = jax.lax.Precision.HIGHEST if options.precision is None else options.precision
         return cls(jnp.dtype(jnp.float32), precision)

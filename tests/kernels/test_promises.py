@@ -14,6 +14,7 @@ from .cases import (
     OP_IDS,
     OP_IMPLEMENTATIONS,
     OPS,
+    OPS_WITH_KERNELS,
     SIMPLE_GLA,
     check,
     evaluate,
@@ -57,6 +58,22 @@ def test_float16_is_computed_in_float32(op, implementation):
     actual = evaluate(op, implementation, inputs, dtype="float16")
     # What is left is the rounding of o, dq, dk and dv to float16.
     check(actual, reference(op, inputs, "float16"), 5e-4)
+
+
+@pytest.mark.parametrize(
+    ("op", "implementation"),
+    [*((op, "xla") for op in OPS), (SIMPLE_GLA, "pallas_tpu")],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_a_precision_is_that_of_bfloat16_arguments_too(op, implementation):
+    """None rounds what is computed to bfloat16; a precision leaves float32, but for the results."""
+    inputs = random_inputs(op)
+    options = {"dtype": "bfloat16", "precision": "highest"}
+    actual = evaluate(op, implementation, inputs, **options)
+    expected = reference(op, inputs, "bfloat16")
+    rounded = {name for name in actual if name in ("o", "dq", "dk", "dv")}
+    check({name: actual[name] for name in rounded}, expected, 3e-3)
+    check({name: actual[name] for name in actual.keys() - rounded}, expected, 1e-5)
 
 
 # --- shapes -----------------------------------------------------------------------------------
@@ -385,3 +402,15 @@ def test_scan_over_layers(op, implementation):
     expected = reference(op, inputs)
     for name, gradient in gradients.items():
         assert relative_error(np.asarray(gradient), 2 * expected[f"d{name}"]) < 1e-5
+
+
+@pytest.mark.parametrize("op", OPS_WITH_KERNELS, ids=lambda op: op.name)
+def test_gradients_of_gradients_of_a_kernel_are_refused(op):
+    inputs = random_inputs(op, length=5)
+    tokens = [jnp.asarray(inputs[name], jnp.float32) for name in op.tokens]
+
+    def loss(v):
+        return op.chunk(*tokens[:2], v, *tokens[3:], implementation="pallas_tpu")[0].sum()
+
+    with pytest.raises(NotImplementedError, match=r"kernel \w+_backward has no derivative"):
+        jax.eval_shape(jax.grad(lambda v: jax.grad(loss)(v).sum()), tokens[2])
