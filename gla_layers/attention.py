@@ -100,8 +100,8 @@ class Attention(SoftmaxAttention):
             rope_theta = positive("rope_theta", rope_theta)
             if rotary_dim % 2 or rotary_dim > head_dim:
                 raise ValueError(
-                    "rope_theta must be None where rotary_dim is odd or above head_dim, got "
-                    f"{rope_theta} with rotary_dim {rotary_dim} and head_dim {head_dim}"
+                    f"rotary_dim must be even and at most head_dim = {head_dim}, "
+                    f"got {rotary_dim}; or rope_theta None, for no rotation"
                 )
         check_flags(
             qkv_bias=qkv_bias,

@@ -52,7 +52,7 @@ def check_options(**options: Any) -> None:
             raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
-def sizes(**values: int) -> tuple[int, ...]:
+def sizes(**values: Any) -> tuple[int, ...]:
     """The named arguments, which are to be integers of at least 1, as Python's integers.
 
     Raises:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .configuration import check_options, sizes
-from .inputs import check_dtype
+from .kernels.arguments import check_float, check_integer
 
 
 def chunked_cross_entropy(
@@ -89,9 +89,9 @@ def _split(x, chunk_size):
 
 
 def _check(hidden, head, targets, chunk_size, precision):
-    check_dtype("hidden", hidden, jnp.floating)
-    check_dtype("head", head, jnp.floating)
-    check_dtype("targets", targets, jnp.integer)
+    check_float("hidden", hidden)
+    check_float("head", head)
+    check_integer("targets", targets)
     check_options(precision=precision)
     sizes(chunk_size=chunk_size)
     if hidden.ndim != 3 or hidden.shape[1] < 1:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .kernels.arguments import check_float, is_concrete
+from .kernels.arguments import check_float, check_integer, is_concrete
 from .kernels.packing import Packing, keep
 
 
@@ -30,22 +30,11 @@ def check_segment_ids(segment_ids: Array | None, shape: tuple[int, ...]) -> None
     """
     if segment_ids is None:
         return
-    check_dtype("segment_ids", segment_ids, jnp.integer)
+    check_integer("segment_ids", segment_ids)
     if segment_ids.shape != shape:
         raise ValueError(
             f"segment_ids must be [B, T] = {list(shape)}, got shape {segment_ids.shape}"
         )
-
-
-def check_dtype(name: str, x: Array, kind: type) -> None:
-    """Check that the named argument is an array of a kind of dtype, such as `jnp.floating`.
-
-    Raises:
-        ValueError: naming the argument, what came and what is expected.
-    """
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, kind):
-        got = getattr(x, "dtype", type(x).__name__)
-        raise ValueError(f"{name} must be an array of {kind.__name__} type, got {got}")
 
 
 def check_state(state: Any, expected: Any) -> None:

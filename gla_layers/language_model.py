@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from .configuration import check_options, check_split, sizes
 from .cross_entropy import chunked_cross_entropy
 from .dot_general import dot_general
-from .inputs import check_dtype, check_segment_ids
-from .kernels.arguments import check_flags, is_concrete
+from .inputs import check_segment_ids
+from .kernels.arguments import check_flags, check_float, check_integer, is_concrete
 from .language_model_config import MIXERS, LanguageModelConfig
 from .linear_attention import LinearAttention
 from .rms_norm import RMSNorm
@@ -94,6 +94,7 @@ class SwiGLU(nnx.Module):
                 rngs=rngs,
             )
 
+        self.hidden_size = hidden_size
         self.sharding = sharding
         self.gate_proj = linear(hidden_size, intermediate_size, sharding.in_kernel)
         self.up_proj = linear(hidden_size, intermediate_size, sharding.in_kernel)
@@ -101,7 +102,16 @@ class SwiGLU(nnx.Module):
 
     @split_as_x
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """Apply the network to every token by itself."""
+        """Apply the network to every token by itself.
+
+        Raises:
+            ValueError: x is of another size, or of a type that the layers do not take.
+        """
+        check_float("x", x)
+        if x.ndim < 1 or x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"x must have {self.hidden_size} features on its last axis, got shape {x.shape}"
+            )
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -207,7 +217,6 @@ class LanguageModel(nnx.Module):
                 config.hidden_size,
                 epsilon=config.norm_eps,
                 zero_centered=config.zero_centered_norms,
-                param_dtype=param_dtype,
                 scale_metadata=metadata(sharding.norm),
                 rngs=rngs,
             )
@@ -376,7 +385,7 @@ class LanguageModel(nnx.Module):
         A traced token outside of the vocabulary becomes `vocab_size`, whose embedding and loss are
         NaN; a negative one would count from the embedding's end.
         """
-        check_dtype("tokens", tokens, jnp.integer)
+        check_integer("tokens", tokens)
         if tokens.ndim != 2 or tokens.shape[1] < minimum:
             raise ValueError(f"tokens must be [B, T] with T >= {minimum}, got shape {tokens.shape}")
         check_segment_ids(segment_ids, tokens.shape)

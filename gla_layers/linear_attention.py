@@ -142,9 +142,10 @@ class LinearAttention(nnx.Module):
         heads = self.heads
         state_heads = heads.output * heads.value_blocks
         shape = (batch_size, state_heads, heads.key_size, heads.value_size // heads.value_blocks)
+        dtype = jnp.float32 if self.dtype is None else jnp.result_type(self.dtype, jnp.float32)
         return LinearAttentionState(
             convolution=tuple(conv.init_state(batch_size) for conv in self._convolutions()),
-            recurrent=jnp.zeros(shape, jnp.float32),
+            recurrent=jnp.zeros(shape, dtype),
         )
 
     @overload

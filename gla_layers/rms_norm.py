@@ -13,8 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from .configuration import check_options, positive, sizes
-from .inputs import check_dtype
-from .kernels.arguments import check_flags
+from .kernels.arguments import check_flags, check_float
 
 
 class RMSNorm(nnx.Module):
@@ -67,9 +66,9 @@ class RMSNorm(nnx.Module):
         """Normalise and scale; the result has x's dtype.
 
         Raises:
-            ValueError: x is of another size or no floating type.
+            ValueError: x is of another size, or of a type that the layers do not take.
         """
-        check_dtype("x", x, jnp.floating)
+        check_float("x", x)
         if x.shape[-1:] != self.scale.shape:
             raise ValueError(f"x must be [..., {self.scale.shape[0]}], got shape {x.shape}")
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

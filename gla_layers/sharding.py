@@ -32,6 +32,9 @@ class ShardingConfig:
             Auto axes needs it (`partition` of `gla_layers.kernels.chunk_gated_delta_rule`). With
             Explicit axes a layer takes rows and time as the type of its inputs has them.
 
+    Raises:
+        ValueError: a field is no `PartitionSpec`, or of more axes than the array has.
+
     Example:
 
     >>> from gla_layers import ShardingConfig
@@ -50,6 +53,14 @@ class ShardingConfig:
     features: P | None = None
     norm: P | None = None
     tokens: P | None = None
+
+    def __post_init__(self):
+        for name, spec in vars(self).items():
+            axes = {"features": 1, "norm": 1, "tokens": 3}.get(name, 2)
+            if spec is not None and (not isinstance(spec, P) or len(spec) > axes):
+                raise ValueError(
+                    f"{name} must be None or a PartitionSpec of at most {axes} axes, got {spec!r}"
+                )
 
     @property
     def head(self) -> P | None:

@@ -68,8 +68,10 @@ class SoftmaxAttention(nnx.Module):
         self.kernel_init = kernel_init
         self.sharding = sharding
 
-    def init_state(self, batch_size: int, max_length: int) -> AttentionState:
+    def init_state(self, batch_size: int, max_length: int | None = None) -> AttentionState:
         """An empty cache for rows of at most `max_length` tokens, prompt and answer together.
+
+        It has no default: None is there for what calls all token mixers alike.
 
         Raises:
             ValueError: a size is wrong, or max_length is missing.

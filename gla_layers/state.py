@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 class LinearAttentionState:
     """State of a linear-attention layer, the same size whatever the length of the sequence.
 
-    Both parts are float32 whatever the layer's dtype, so that a carry keeps its type.
+    Both parts are float32 whatever the layer's dtype, so that a carry keeps its type; but with a
+    dtype of float64 the recurrent state is float64.
 
     Attributes:
         convolution: the last `conv_size - 1` inputs of the short convolutions of q, k and v, each

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -189,7 +190,7 @@ def warn_of_fallback() -> None:
         warnings.warn(
             "implementation=None falls back to plain JAX: the mesh has Auto axes, over which a "
             "TPU kernel is split only as `partition` says",
-            stacklevel=5,
+            skip_file_prefixes=(str(Path(__file__).parent),),
         )
 
 

@@ -119,6 +119,9 @@ def visible_tokens(document: Int[Array, "B T"], width: int) -> Int[Array, "B T"]
     Returns:
         `[B, T]`, from 0 to W - 1.
 
+    Raises:
+        ValueError: an argument is wrong.
+
     Example:
 
     >>> import jax.numpy as jnp
@@ -126,6 +129,11 @@ def visible_tokens(document: Int[Array, "B T"], width: int) -> Int[Array, "B T"]
     >>> visible_tokens(jnp.asarray([[0, 0, 1, 1, 1]]), width=3).tolist()
     [[2, 2, 0, 1, 2]]
     """
+    arguments.check_integer("document", document)
+    if document.ndim != 2:
+        raise ValueError(f"document must be [B, T], got shape {document.shape}")
+    if not arguments.is_integer(width) or width < 1:
+        raise ValueError(f"width must be an integer of at least 1, got {width!r}")
     before = jnp.pad(document, ((0, 0), (width - 1, 0)))
     length = document.shape[1]
     windows = [before[:, start : start + length] for start in range(width - 1)]

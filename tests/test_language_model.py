@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gla_layers import LanguageModel, LanguageModelConfig
+from gla_layers import LanguageModel, LanguageModelConfig, float32_mask
 from tests.programs import arrays
 
 VOCAB = 61
@@ -40,12 +40,14 @@ def make_config(mixers=("gated_deltanet",), **changes):
 
 
 @functools.cache
-def make_model(mixers=("gated_deltanet",), *, dtype=None, remat=False, **changes):
+def make_model(
+    mixers=("gated_deltanet",), *, dtype=None, param_dtype=jnp.float32, remat=False, **changes
+):
     """A model of one layer a mixer. It is shared: no test changes one."""
     config = make_config(mixers, **{"num_layers": len(mixers)} | changes)
-    return LanguageModel(
-        config, dtype=dtype, remat=remat, implementation="reference", rngs=nnx.Rngs(0)
-    )
+    types = {"dtype": dtype, "param_dtype": param_dtype}
+    options = {"remat": remat, "implementation": "reference", "rngs": nnx.Rngs(0)}
+    return LanguageModel(config, **types, **options)
 
 
 @nnx.jit
@@ -217,6 +219,14 @@ def test_bfloat16_computes_in_bfloat16_from_float32_parameters():
     assert not close(narrow, wide, 1e-4)
 
 
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "kda", "simple_gla", "attention"])
+def test_parameters_in_bfloat16_are_those_that_may_be(mixer):
+    model = make_model((mixer,), param_dtype=jnp.bfloat16)
+    parameters = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    wide = jax.tree.map(lambda x: x.dtype == jnp.float32, parameters)
+    assert wide == float32_mask(parameters)
+
+
 def test_tied_embeddings_have_no_head():
     untied, tied = (make_model(tie_embeddings=tie) for tie in (False, True))
     count = [sum(x.size for x in jax.tree.leaves(nnx.state(m, nnx.Param))) for m in (untied, tied)]
@@ -351,8 +361,8 @@ def test_a_mistyped_preset_or_field_is_named():
     [
         (lambda m: m(jnp.zeros((4,), jnp.int32)), "tokens must be"),
         (lambda m: m(jnp.zeros((1, 0), jnp.int32)), "tokens must be"),
-        (lambda m: m(jnp.zeros((1, 4))), "tokens must be an array of integer type"),
-        (lambda m: m([[1, 2]]), "tokens must be an array of integer type, got list"),
+        (lambda m: m(jnp.zeros((1, 4))), "tokens must be an integer array"),
+        (lambda m: m([[1, 2]]), "tokens must be an integer array, got list"),
         (lambda m: m.loss(jnp.zeros((1, 1), jnp.int32)), "tokens must be"),
         (
             lambda m: m(jnp.zeros((1, 4), jnp.int32), segment_ids=jnp.zeros((1, 3), jnp.int32)),
@@ -363,7 +373,7 @@ def test_a_mistyped_preset_or_field_is_named():
         (lambda m: m(jnp.zeros((1, 4), jnp.int32), state=1), "state must hold .* got int"),
         (
             lambda m: m(jnp.zeros((1, 4), jnp.int32), segment_ids=[[1] * 4]),
-            "segment_ids must be an array of integer type, got list",
+            "segment_ids must be an integer array, got list",
         ),
         (
             lambda m: m(jnp.array([[1, VOCAB]])),

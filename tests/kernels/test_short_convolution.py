@@ -225,6 +225,19 @@ def structs(length, features, dtype):
 
 
 @on_linux
+@pytest.mark.parametrize(
+    ("document", "width", "message"),
+    [
+        (np.zeros((1, 4)), 3, "document must be an integer array"),
+        (np.zeros(4, int), 3, r"document must be \[B, T\], got shape"),
+        (np.zeros((1, 4), int), 0, "width must be an integer of at least 1, got 0"),
+    ],
+)
+def test_visible_tokens_names_what_is_wrong(document, width, message):
+    with pytest.raises(ValueError, match=message):
+        visible_tokens(document, width)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles_for_every_generation(target, dtype):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from gla_layers import (
     KDA,
@@ -61,7 +62,7 @@ CONFIGURATIONS = [
     (KDA, {"rngs": nnx.Rngs(dropout=0)}, r"rngs must be an nnx.Rngs with a stream for parameters"),
     (SimpleGLA, {"feature_map": ""}, r"feature_map must be one of .* got ''"),
     (SimpleGLA, {"gate_fn": ["silu"]}, r"gate_fn must be one of .* got \['silu'\]"),
-    (Attention, {"hidden_size": 9, "num_heads": 3}, r"rope_theta must be None .* head_dim 3"),
+    (Attention, {"hidden_size": 9, "num_heads": 3}, r"rotary_dim must be even .* = 3, got 3"),
     (ShortConvolution, {"features": 0}, r"features must be an integer of at least 1, got 0"),
     (ShortConvolution, {"features": 4, "kernel_size": 0}, r"kernel_size must be an integer"),
     (ShortConvolution, {"features": 4, "activation": "step"}, r"activation must be one of"),
@@ -176,12 +177,12 @@ CALLS = {
     "ids-dtype": (
         lambda x: x,
         {"segment_ids": jnp.ones((2, 12))},
-        r"segment_ids must be an array of integer type, got float32",
+        r"segment_ids must be an integer array, got float32",
     ),
     "ids-list": (
         lambda x: x,
         {"segment_ids": [[1] * 12] * 2},
-        r"segment_ids must be an array of integer type, got list",
+        r"segment_ids must be an integer array, got list",
     ),
     "state-type": (lambda x: x, {"state": jnp.ones(3)}, r"state must be .* got "),
     "state-number": (lambda x: x, {"state": 1}, r"state must be .* got int"),
@@ -227,10 +228,33 @@ def test_batch_size_of_a_state(name, size):
 
 def test_cache_of_no_length():
     with pytest.raises(ValueError, match=r"max_length must be an integer of at least 1, got None"):
-        mixer("attention").init_state(2, None)
+        mixer("attention").init_state(2)
 
 
 def test_prompt_longer_than_the_cache():
     layer = mixer("attention")
     with pytest.raises(ValueError, match=r"x must have at most max_length = 8 tokens"):
         layer(inputs(2, 12), state=layer.init_state(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("field", "spec", "message"),
+    [
+        (
+            "in_kernel",
+            "fsdp",
+            "in_kernel must be None or a PartitionSpec of at most 2 axes, got",
+        ),
+        ("norm", P(None, "tensor"), "norm must be None or a PartitionSpec of at most 1 axes"),
+        ("tokens", P(None, None, None, "x"), "tokens must be .* of at most 3 axes"),
+    ],
+)
+def test_wrong_specs(field, spec, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingConfig(**{field: spec})
+
+
+@pytest.mark.parametrize("x", [jnp.ones((2, 5)), jnp.ones(()), np.ones((2, 4), int), [1.0] * 4])
+def test_a_feed_forward_network_names_its_input(x):
+    with pytest.raises(ValueError, match="x must"):
+        SwiGLU(4, 8, rngs=nnx.Rngs(0))(x)
