@@ -123,7 +123,9 @@ def recurrent_gla(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B *N HV K V"] | None]:
     """`chunk_gla` one token after another, for a few tokens from a state (decoding).
 
-    Takes the same arguments, makes the same promises and computes in float32.
+    Takes the same arguments, makes the same promises and computes in float32. The implementations
+    "pallas_tpu" and "xla" are for one token a row, neither packed nor float64; None takes the
+    definition for all else.
 
     Example:
 
