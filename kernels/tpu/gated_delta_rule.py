@@ -18,7 +18,7 @@ from .tuning import split_chains, tuning
 
 
 def forward(options, tokens, states, packing, chunk_document):
-    """See `operation.py`. Residuals: S before each chunk, T^T in float32, and x."""
+    """See `../implementation.py`. Residuals: S before each chunk, T^T in float32, and x."""
     return _forward(options, tokens, states, packing, chunk_document, save=True)
 
 
@@ -52,7 +52,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
-    """See `operation.py`."""
+    """See `../implementation.py`."""
     q, k, v, *_ = tokens
     dtype = storage_dtype(q, k, v)
     one_chunk = chunk_document is not None

@@ -19,7 +19,7 @@ from .tuning import split_chains, tuning
 
 
 def forward(options, tokens, states, packing, chunk_document):
-    """See `operation.py`. Residuals: S before each chunk, T in float32, A_q and v_new."""
+    """See `../implementation.py`. Residuals: S before each chunk, T in float32, A_q and v_new."""
     return _forward(options, tokens, states, packing, chunk_document, save=True)
 
 
@@ -54,7 +54,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
-    """See `operation.py`."""
+    """See `../implementation.py`."""
     q, _, v, *_ = tokens
     one_chunk = chunk_document is not None
     blocks = Blocks.of(q, v, tuning("kda_backward"), one_chunk=one_chunk, reverse=True)

@@ -16,7 +16,7 @@ from .tuning import tuning
 
 
 def forward(options, tokens, states, packing, chunk_document):
-    """See `operation.py`. Residual: the state before each chunk, `[B, HV, chunks, K, V]`."""
+    """See `../implementation.py`. Residual: S before each chunk, `[B, HV, chunks, K, V]`."""
     return _forward(options, tokens, states, packing, chunk_document, save=True)
 
 
@@ -43,7 +43,7 @@ def _forward(options, tokens, states, packing, chunk_document, *, save):
 
 
 def backward(options, tokens, states, packing, chunk_document, residuals, do, dstates):
-    """See `operation.py`."""
+    """See `../implementation.py`."""
     q, k, v, _ = tokens
     dtype = storage_dtype(q, k, v)
     one_chunk = chunk_document is not None
