@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
 
 
-def log_uniform_rate(key: Array, shape: tuple[int, ...], low: float) -> Float[Array, "..."]:
+def log_of_uniform_rate(key: Array, shape: tuple[int, ...], low: float) -> Float[Array, "..."]:
     """`log(A)` with A uniform in (low, 16], never log(0)."""
     return jnp.log(16 - (16 - low) * jax.random.uniform(key, shape, jnp.float32))
 

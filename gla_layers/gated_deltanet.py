@@ -20,7 +20,7 @@ from .configuration import (
     sizes,
     value_blocks,
 )
-from .decay_init import inverse_softplus_step, log_uniform_rate
+from .decay_init import inverse_softplus_step, log_of_uniform_rate
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from .kernels.arguments import check_flags
@@ -164,7 +164,7 @@ class GatedDeltaNet(LinearAttention):
         self.a_proj = self._linear(hidden_size, num_v_heads, **per_head)
         self.b_proj = self._linear(hidden_size, num_v_heads, **per_head)
         vector = metadata(sharding.features)
-        self.A_log = nnx.Param(log_uniform_rate(rngs.params(), (num_v_heads,), 0.0), **vector)
+        self.A_log = nnx.Param(log_of_uniform_rate(rngs.params(), (num_v_heads,), 0.0), **vector)
         self.dt_bias = nnx.Param(inverse_softplus_step(rngs.params(), (num_v_heads,)), **vector)
         self.g_proj = (
             self._linear(hidden_size, num_v_heads * head_v_dim, sharding.in_kernel, rngs)

@@ -20,7 +20,7 @@ from .configuration import (
     sizes,
     value_blocks,
 )
-from .decay_init import inverse_softplus_step, log_uniform_rate
+from .decay_init import inverse_softplus_step, log_of_uniform_rate
 from .gated_norm import GatedRMSNorm
 from .kernels import chunk_kda, recurrent_kda
 from .kernels.arguments import check_flags, is_finite_number
@@ -177,7 +177,7 @@ class KDA(LinearAttention):
         rate = (
             jnp.zeros((num_v_heads,), jnp.float32)
             if safe_gate
-            else log_uniform_rate(rngs.params(), (num_v_heads,), 1.0)
+            else log_of_uniform_rate(rngs.params(), (num_v_heads,), 1.0)
         )
         vector = metadata(sharding.features)
         self.A_log = nnx.Param(rate, **vector)
