@@ -122,12 +122,15 @@ class Stretches:
 
     def entering(
         self,
-        transition: Float[Array, "B N HV K K"],
+        transition: Float[Array, "B N HV D D"],
         added: Float[Array, "B N HV K V"],
         *,
         reverse: bool = False,
     ) -> Float[Array, "B N HV K V"]:
-        """X from M and E of every stretch; with `reverse`, of the later stretches."""
+        """X from M and E of every stretch; with `reverse`, of the later stretches.
+
+        D is K, or 1 where M is a number.
+        """
         flat, unravel = ravel_pytree((transition, added))
         tiles = jnp.pad(flat, (0, -flat.size % TILE))
         maps = jax.lax.all_gather(tiles, self.axes)[:, : flat.size]
@@ -176,10 +179,13 @@ def context_parallel(
 
 
 class AffineMap(NamedTuple):
-    """What a stretch does: R, M and E, and [o' | R] where o' + R X costs less than another run."""
+    """What a stretch does: R, M and E, and [o' | R] where o' + R X costs less than another run.
+
+    D is K, or 1 where M is a number.
+    """
 
     reads: Float[Array, "B T HV K"]
-    transition: Float[Array, "B N HV K K"]
+    transition: Float[Array, "B N HV D D"]
     added: Float[Array, "B N HV K V"]
     outputs: Float[Array, "B T HV V+K"] | None = None
 
@@ -214,9 +220,9 @@ def decay_map(stretch, options, tokens, states, packing, chunk_document):
 
 
 def entering_states(
-    transition: Float[Array, "n B N HV K K"], added: Float[Array, "n B N HV K V"], reverse: bool
+    transition: Float[Array, "n B N HV D D"], added: Float[Array, "n B N HV K V"], reverse: bool
 ) -> Float[Array, "n B N HV K V"]:
-    """X of n stretches, the first axis, from their M and E."""
+    """X of n stretches, the first axis, from their M and E; D is K, or 1 where M is a number."""
 
     def step(x, stretch_map):
         transition, added = stretch_map
@@ -225,7 +231,7 @@ def entering_states(
     return jax.lax.scan(step, jnp.zeros_like(added[0]), (transition, added), reverse=reverse)[1]
 
 
-def _multiply(transition: Float[Array, "... K K"], x: Float[Array, "... K V"]):
+def _multiply(transition: Float[Array, "... D D"], x: Float[Array, "... K V"]):
     """M x, where M may be a number, [1, 1]."""
     if transition.shape[-1] == 1:
         return transition * x

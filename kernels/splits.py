@@ -97,7 +97,7 @@ class Splits:
 
     def entering(
         self,
-        transition: Float[Array, "B*n N HV K K"],
+        transition: Float[Array, "B*n N HV D D"],
         added: Float[Array, "B*n N HV K V"],
         *,
         reverse: bool = False,

@@ -43,13 +43,16 @@ def forward(
     prefetched: tuple[Array, ...],
     q: Float[Array, "B T H*K"],
     k: Float[Array, "B T H*K"],
-    v: Float[Array, "B T HV*V"],
+    v: Float[Array, "B T HV*W"],
     g: Float[Array, "B HV/heads heads S"],
     beta: Float[Array, "B HV/heads heads S"],
     row_document: Int[Array, "B 1 S"] | None,
     states: Float[Array, "B N HV K V"],
 ) -> tuple[dict[str, Array], Float[Array, "B N HV K V"]]:
-    """o `[B, T, HV*V]`, with `save` S ("states"), T^T ("inverse") and x ("x"), and new states."""
+    """o `[B, T, HV*V]`, with `save` S ("states"), T^T ("inverse") and x ("x"), and new states.
+
+    v may have fewer channels, W, than states have columns, V: zeros are written to the others.
+    """
     inputs = {
         "q": blocks.keys(q),
         "k": blocks.keys(k),

@@ -44,7 +44,7 @@ def forward(
     prefetched: tuple[Array, ...],
     q: Float[Array, "B T H*K"],
     k: Float[Array, "B T H*K"],
-    v: Float[Array, "B T HV*V"],
+    v: Float[Array, "B T HV*W"],
     g: Float[Array, "B T HV*K"],
     beta: Float[Array, "B HV/heads heads S"],
     row_document: Int[Array, "B 1 S"] | None,
@@ -53,6 +53,7 @@ def forward(
     """o `[B, T, HV*V]` and new states.
 
     With `save`, S ("states"), T ("inverse"), A_q ("attention") and v_new ("v_new") per chunk.
+    v may have fewer channels, W, than states have columns, V: zeros are written to the others.
     """
     inputs = {
         "q": blocks.keys(q),
