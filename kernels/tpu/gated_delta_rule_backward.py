@@ -27,9 +27,8 @@ cancels is the same number on both sides, rounding included; the others hold dS 
 terms, as with one dg is off by 8e-3.
 
 Two passes, dS and dv one chunk after another and then dq and dk of all chunks at once, would write
-and read dS of every chunk and dx: at T = 8192 and 16 heads of 128 that is 270 MB more with both in
-float32, 0.29 million cycles of a v6e chip's bandwidth. A draft of two passes took 0.57 where a
-draft of one took 0.48 to 0.55.
+and read dS of every chunk and dx: at T = 8192 and 16 heads of 128 that is 270 MB with both in
+float32, beside the 340 that one pass moves in bfloat16.
 
 Heads start one turn apart: 0.84 rather than 0.92 million cycles on a v5e chip, 0.62 rather than
 0.63 on a v6e.

@@ -18,8 +18,8 @@ A head's dq and dk are summed over the value heads that read it, in float32. Eve
 cancels is the same number on both sides, rounding included.
 
 Two passes, dS and dv one chunk after another and then dq and dk of all chunks at once, would read
-q, k, v and do twice, and write and read dS of every chunk. At T = 8192 and 16 heads of 128 a draft
-of two passes took 0.52 million cycles on a v6e chip, a draft of one 0.31.
+q, k and do twice, and write and read dS of every chunk. At T = 8192 and 16 heads of 128, all in
+bfloat16, that is 168 MB beside the 268 that one pass moves.
 """
 
 import functools
