@@ -11,8 +11,8 @@ state that enters the chunk and S' the one that leaves it, q scaled:
     S'   = e^G_C S + E^T u                                 E = e^(G_C - G) k
          = e^G_C S - (E^T T beta k e^G) S + E^T T beta v
 
-Only the last line runs chunk by chunk. Saved for the backward pass: every S, T, A and u. From the
-gradients do and dS' it computes
+Only the last line runs chunk by chunk. Saved for the backward pass: every S, T^T, A^T and u (the
+TPU kernels save T and A as they are). From the gradients do and dS' it computes
 
     du = A^T do + E dS'
     de = T^T du                                            dv = beta de
