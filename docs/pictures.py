@@ -210,6 +210,23 @@ KERNELS = (
         ),
     ),
     Kernel(
+        "one_token",
+        "computed, up to 8 batch rows a step",
+        inputs=(
+            "states [B, HV, K, V] f32",
+            "q, k [B, H K], v [B, HV V]",
+            "g [B, HV] or [B, HV K] f32",
+            "beta [B, HV] f32, if any",
+        ),
+        computed=(
+            "D = exp(g) S",
+            "u = beta (v - D^T k), or v",
+            "S <- D + k u^T",
+            "o = scale (D^T q + (q . k) u)",
+        ),
+        outputs=("o [B, HV V]", "states, over the old ones"),
+    ),
+    Kernel(
         "add_reads",
         "computed, 1024 tokens a step",
         inputs=("[o' | R] [B, T, HV (V + K)]", "X [B, HV, K, V]"),
