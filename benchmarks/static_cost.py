@@ -92,11 +92,6 @@ class StaticCost:
     def cycles(self) -> float:
         return self.kernel_cycles + self.xla_cycles
 
-    @property
-    def milliseconds(self) -> float:
-        """The cycles at the target's clock: a static count, not a measured time."""
-        return self.cycles / TARGETS[self.target].clock_ghz / 1e6
-
 
 def static_cost(
     target: str, fn: Callable, *args, donate_argnums: tuple[int, ...] = ()

@@ -34,7 +34,6 @@ class Target:
         clock_ghz: of the TensorCore.
         hbm_gb_per_s: memory bandwidth.
         hbm_gb: memory.
-        bf16_tflops: peak.
         ici_gb_per_s: bandwidth to the other chips of a pod, all links together.
     """
 
@@ -42,7 +41,6 @@ class Target:
     clock_ghz: float
     hbm_gb_per_s: float
     hbm_gb: int
-    bf16_tflops: float
     ici_gb_per_s: float
 
     def memory_cycles(self, num_bytes: float) -> float:
@@ -51,11 +49,11 @@ class Target:
 
 
 TARGETS = {
-    "v4": Target("v4:2x2x1", 1.05, 1228, 32, 275, 300),
-    "v5e": Target("v5e:2x2", 1.5, 819, 16, 197, 200),
-    "v5p": Target("v5p:2x2x1", 1.75, 2765, 95, 459, 600),
-    "v6e": Target("v6e:2x2", 1.75, 1640, 32, 918, 448),
-    "v7x": Target("tpu7x:2x2x1", 1.9, 3690, 96, 1153, 600),
+    "v4": Target("v4:2x2x1", 1.05, 1228, 32, 300),
+    "v5e": Target("v5e:2x2", 1.5, 819, 16, 200),
+    "v5p": Target("v5p:2x2x1", 1.75, 2765, 95, 600),
+    "v6e": Target("v6e:2x2", 1.75, 1640, 32, 448),
+    "v7x": Target("tpu7x:2x2x1", 1.9, 3690, 96, 600),
 }
 
 

@@ -86,7 +86,7 @@ class GatedDeltaNet(LinearAttention):
                 reads key head `j // (num_v_heads // num_heads)`.
             expand_v: size of a value head over head_dim.
             use_gate: whether the normed output is multiplied by an activated projection of x.
-            gate_activation: of that gate: "swish" or "sigmoid".
+            gate_activation: of that gate, by name: "swish", "sigmoid" or another.
             use_short_conv: whether q, k and v go through short convolutions.
             conv_size: tokens that a convolution's output sees.
             conv_bias: whether the convolutions have biases.

@@ -210,8 +210,7 @@ class SoftmaxAttention(nnx.Module):
 def _packing(x, segment_ids) -> Packing:
     if segment_ids is not None:
         return Packing.from_segment_ids(segment_ids)
-    shape = x.shape[:2]
-    return Packing(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
+    return Packing.unpacked(*x.shape[:2])
 
 
 def _document_position(packing: Packing) -> Int[Array, "B T"]:
