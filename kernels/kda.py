@@ -138,7 +138,8 @@ def recurrent_kda(
 
     Takes the same arguments, makes the same promises and computes in float32. The implementations
     "pallas_tpu" and "xla" are for one token a row, neither packed nor float64; None takes the
-    definition for all else.
+    definition for all else. The kernel is for heads of 128 channels or a multiple: others are
+    computed in plain JAX where it is asked for.
 
     Example:
 
