@@ -190,7 +190,7 @@ def _check_ignore(ignore: Sequence[str]) -> None:
 
 def _read_config(folder: pathlib.Path) -> CheckpointConfig:
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
+        raise FileNotFoundError(f"there is no folder {folder}; only local ones are read")
     return CheckpointConfig(read_json(folder / CONFIG))
 
 
