@@ -6,8 +6,9 @@ final schedule, at B = 1, T = 8192, heads of 128, bfloat16.
 A kernel's memory limit is found with its whole layer, as the compiler may keep what comes before
 and after, weights above all, in what it leaves. It does not do so steadily. The packed layer of the
 gated delta rule takes a v6e chip 1.78 million cycles forward with 64 MiB, 1.85 with 80, 1.87 with
-96 and 1.90 with 32; but with 64 MiB backward too 5.87 rather than 5.56. That of SimpleGLA takes
-1.50 and 4.93 with 96 MiB, 1.59 and 5.22 with 64.
+96 and 1.90 with 32; but with 64 MiB backward too 5.87 rather than 5.56, and in rows of one document
+5.93 where 96 MiB take 5.78. The packed layer of SimpleGLA takes 1.50 and 4.93 with 96 MiB, 1.59 and
+5.22 with 64.
 """
 
 import dataclasses
