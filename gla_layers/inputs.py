@@ -22,6 +22,17 @@ def check_inputs(x: Array, hidden_size: int, segment_ids: Array | None) -> None:
     check_segment_ids(segment_ids, x.shape[:2])
 
 
+def check_features(x: Array, size: int) -> None:
+    """Check x `[..., size]`.
+
+    Raises:
+        ValueError: naming the argument, what came and what is expected.
+    """
+    check_float("x", x)
+    if x.shape[-1:] != (size,):
+        raise ValueError(f"x must be [..., {size}], got shape {x.shape}")
+
+
 def check_segment_ids(segment_ids: Array | None, shape: tuple[int, ...]) -> None:
     """Check segment_ids, where there are some, for tokens of the shape `[B, T]`.
 

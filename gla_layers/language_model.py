@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from .configuration import check_options, check_split, sizes
 from .cross_entropy import chunked_cross_entropy
 from .dot_general import dot_general
-from .inputs import check_segment_ids
-from .kernels.arguments import check_flags, check_float, check_integer, is_concrete
+from .inputs import check_features, check_segment_ids
+from .kernels.arguments import check_flags, check_integer, is_concrete
 from .language_model_config import MIXERS, LanguageModelConfig
 from .linear_attention import LinearAttention
 from .rms_norm import RMSNorm
@@ -107,11 +107,7 @@ class SwiGLU(nnx.Module):
         Raises:
             ValueError: x is of another size, or of a type that the layers do not take.
         """
-        check_float("x", x)
-        if x.ndim < 1 or x.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"x must have {self.hidden_size} features on its last axis, got shape {x.shape}"
-            )
+        check_features(x, self.hidden_size)
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -13,7 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from .configuration import check_options, positive, sizes
-from .kernels.arguments import check_flags, check_float
+from .inputs import check_features
+from .kernels.arguments import check_flags
 
 
 class RMSNorm(nnx.Module):
@@ -68,9 +69,7 @@ class RMSNorm(nnx.Module):
         Raises:
             ValueError: x is of another size, or of a type that the layers do not take.
         """
-        check_float("x", x)
-        if x.shape[-1:] != self.scale.shape:
-            raise ValueError(f"x must be [..., {self.scale.shape[0]}], got shape {x.shape}")
+        check_features(x, self.scale.shape[0])
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         scale = self.scale[...].astype(wide.dtype)
